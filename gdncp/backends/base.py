@@ -1,0 +1,131 @@
+"""What a backend is: four stages over one work table.  A backend sees one lane of one rank and nothing of the others.
+
+Shapes below: T the rank's tokens, H state heads, K and V the head dims of keys and values, m the rank's affine maps.
+States are fp32 [.., H, V, K] everywhere between the stages; casts to and from the caller's dtypes happen outside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from gdncp.work import WorkTable
+
+CHUNK = 64  # tokens in a chunk, the kernel tile
+
+GateSpace = Literal["linear", "log"]
+Precision = Literal["fast", "high"]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenInputs:
+    """A rank's tokens, as the caller gave them (validated; gates and beta fp32 or None)."""
+
+    q: torch.Tensor  # [T, Hq, K]
+    k: torch.Tensor  # [T, Hk, K]
+    v: torch.Tensor  # [T, Hv, V]
+    gate: torch.Tensor | None  # [T, H] fp32: alpha (`gate_space` "linear") or its natural log ("log"); None: ones
+    beta: torch.Tensor | None  # [T, H] fp32; None: ones
+    scale: float
+    gate_space: GateSpace = "linear"
+    use_qk_l2norm: bool = False
+    precision: Precision = "fast"
+
+    @property
+    def num_state_heads(self) -> int:
+        return max(self.q.shape[1], self.v.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class AffineMaps:
+    """What each CP chunk that passes a state on does to it: S_out = S_in · transition + local_state, per head.
+
+    `transition` is exactly zero for the first CP chunk of a sequence (its scan starts from the initial state, so its
+    local state is its exit state) and where the forgetting bound dropped it.
+    """
+
+    transition: torch.Tensor  # [m, H, K, K] fp32
+    local_state: torch.Tensor  # [m, H, V, K] fp32
+    gain: torch.Tensor  # [m, H] fp32: product of alpha·max(1, |1 − beta‖k‖²|) over the CP chunk, an upper bound on ‖M‖
+    dropped: torch.Tensor  # [m, H] fp32: bound on ‖what N's scan left out‖, the entry state's share apart; 0: nothing
+    forgot: torch.Tensor  # [m, H] bool: gain < forget_below, so the transition was dropped (adds gain·‖S_in‖)
+    scanned: torch.Tensor  # [m, H] int32: tokens that N's scan read
+
+    @classmethod
+    def empty(cls, num_maps: int, num_heads: int, k_dim: int, v_dim: int, device: torch.device) -> AffineMaps:
+        def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(num_maps, num_heads, *shape, dtype=dtype, device=device)
+
+        return cls(
+            transition=new(k_dim, k_dim),
+            local_state=new(v_dim, k_dim),
+            gain=new(),
+            dropped=new(),
+            forgot=new(dtype=torch.bool),
+            scanned=new(dtype=torch.int32),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Sinks:
+    """Where stage 4 writes.  The last row of `checkpoints` and of `final_states` is a dump that nobody reads."""
+
+    output: torch.Tensor  # [T, H, V] in the dtype of q; rows that no item covers stay untouched
+    final_states: torch.Tensor  # [num_final + 1, H, V, K] fp32, row `table.final_row[item]`
+    checkpoints: torch.Tensor | None  # [num_rows + 1, H, V, K] fp32, row `table.checkpoint_row[e]`
+
+
+class Fold(Protocol):
+    """state · transition + local_state, the one function by which every fixup folds, on any leading shape.
+
+    state, local_state [B, V', K] and transition [B, K, K], fp32, with V' = V or any slice of `block_rows`-aligned rows:
+    the bits of a row block do not depend on what else is in the call.
+    """
+
+    block_rows: int  # V is folded in blocks of this many rows; a fixup may cut V at multiples of it
+
+    def __call__(
+        self, state: torch.Tensor, transition: torch.Tensor, local_state: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+class Backend(Protocol):
+    """The stages of one kernel set.  All methods enqueue work and never wait for a device."""
+
+    name: str
+
+    def rejection_reason(
+        self, *, device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: int, precision: Precision
+    ) -> str | None:
+        """Why this backend cannot run such a call, as a sentence; None if it can."""
+        ...
+
+    def precompute_t(self, inputs: TokenInputs, table: WorkTable) -> Any:
+        """Stage 1.  Per 64-token chunk: cumulative log gates and T = (I + tril(β K Kᵀ·decay))⁻¹; opaque to callers."""
+        ...
+
+    def precompute_mn(
+        self,
+        inputs: TokenInputs,
+        tiles: Any,
+        table: WorkTable,
+        entry_states: torch.Tensor,
+        maps: AffineMaps,
+        forget_below: float,
+    ) -> None:
+        """Stage 2.  Fill row `table.map_row[j]` of `maps` for each map j of the table.
+
+        entry_states [num_items of the rank, H, V, K] fp32: only rows of first CP chunks are read (initial states).
+        """
+        ...
+
+    @property
+    def fold(self) -> Fold: ...
+
+    def cp_prefill(
+        self, inputs: TokenInputs, tiles: Any, table: WorkTable, entry_states: torch.Tensor, sinks: Sinks
+    ) -> None:
+        """Stage 4.  From each item's entry state: outputs, state checkpoints, and the exit state of last CP chunks."""
+        ...

@@ -1,0 +1,185 @@
+"""Work tables: what one lane of one rank runs, as index tensors that kernels read.
+
+Two builders make the same table: `from_rank_plan` from a host plan, exact, and `from_cu_seqlens` on the device from
+upper bounds, for callers who only have lengths there.  A table never needs reading back: all sizes are host ints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gdncp.plan.model import RankPlan
+
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class HostTable:
+    """The same numbers on the host, where they are known."""
+
+    num_tokens: tuple[int, ...]  # per item
+    map_item: tuple[int, ...]
+    checkpoint_item: tuple[int, ...]
+    checkpoint_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class WorkTable:
+    """Items are CP chunks, longest first where lengths are known on the host.  All tensors int64, on one device.
+
+    An item, chunk, map or checkpoint past the true count (tables built from upper bounds) has no tokens or points to a
+    dump row, so that running it changes nothing.
+    """
+
+    num_items: int
+    num_chunks: int  # flat 64-token chunks over all items
+    max_chunks: int  # most chunks in one item
+    num_maps: int
+    num_checkpoints: int
+    token_start: torch.Tensor  # [num_items] first row in the rank's token tensors
+    num_tokens: torch.Tensor  # [num_items]; may be 0
+    item_row: torch.Tensor  # [num_items] row of the item in the rank's entry states
+    final_row: torch.Tensor  # [num_items] row in `Sinks.final_states`; the dump row where the item is not a last one
+    chunk_item: torch.Tensor  # [num_chunks] flat chunk -> item
+    chunk_ordinal: torch.Tensor  # [num_chunks] which chunk of its item; past the item's end: an empty chunk
+    map_item: torch.Tensor  # [num_maps] item whose map this is
+    map_row: torch.Tensor  # [num_maps] row in the rank's `AffineMaps`; the dump row (the last one) if not a real map
+    map_is_first: torch.Tensor  # [num_maps] bool: starts from its entry state, transition is zero
+    checkpoint_item: torch.Tensor  # [num_checkpoints], sorted by (item, tokens)
+    checkpoint_tokens: torch.Tensor  # [num_checkpoints] tokens of the item seen, 1 ... num_tokens
+    checkpoint_row: torch.Tensor  # [num_checkpoints] row in `Sinks.checkpoints`
+    host: HostTable | None  # None: built on the device
+
+
+def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> WorkTable:
+    """The exact table of one lane.  Copies to the device without waiting for it."""
+    items = sorted(rank_plan.lanes[lane], key=lambda i: -rank_plan.items[i].num_tokens)  # stable: ties in token order
+    position = {item: p for p, item in enumerate(items)}
+    chunks = [rank_plan.items[i] for i in items]
+    num_chunks = [-(-c.num_tokens // CHUNK) for c in chunks]
+    maps = [p for p, i in enumerate(items) if rank_plan.map_rows[i] >= 0]
+    checkpoints = sorted(
+        (position[c.item], c.tokens, c.row) for c in rank_plan.checkpoints if c.item in position
+    )
+    num_final = len(rank_plan.final_sequences)
+    final_rows = [rank_plan.final_rows[i] for i in items]
+
+    columns = {
+        "token_start": [c.offset for c in chunks],
+        "num_tokens": [c.num_tokens for c in chunks],
+        "item_row": items,
+        "final_row": [row if row >= 0 else num_final for row in final_rows],
+        "chunk_item": [p for p, n in enumerate(num_chunks) for _ in range(n)],
+        "chunk_ordinal": [c for n in num_chunks for c in range(n)],
+        "map_item": maps,
+        "map_row": [rank_plan.map_rows[items[p]] for p in maps],
+        "map_is_first": [int(chunks[p].is_first) for p in maps],
+        "checkpoint_item": [c[0] for c in checkpoints],
+        "checkpoint_tokens": [c[1] for c in checkpoints],
+        "checkpoint_row": [c[2] for c in checkpoints],
+    }
+    tensors = _upload(columns, device)
+    return WorkTable(
+        num_items=len(items),
+        num_chunks=sum(num_chunks),
+        max_chunks=max(num_chunks, default=0),
+        num_maps=len(maps),
+        num_checkpoints=len(checkpoints),
+        **{**tensors, "map_is_first": tensors["map_is_first"].bool()},
+        host=HostTable(
+            num_tokens=tuple(columns["num_tokens"]),
+            map_item=tuple(maps),
+            checkpoint_item=tuple(columns["checkpoint_item"]),
+            checkpoint_tokens=tuple(columns["checkpoint_tokens"]),
+        ),
+    )
+
+
+def _upload(columns: dict[str, list[int]], device: torch.device) -> dict[str, torch.Tensor]:
+    """One pinned copy for all columns: a pageable one would make the host wait."""
+    flat = torch.tensor([x for column in columns.values() for x in column], dtype=torch.int64)
+    if device.type == "cuda":
+        flat = flat.pin_memory().to(device, non_blocking=True)
+    sizes = [len(column) for column in columns.values()]
+    return dict(zip(columns, flat.split(sizes), strict=True))
+
+
+def from_cu_seqlens(
+    cu_seqlens: torch.Tensor,
+    num_tokens: int,
+    cp_chunk_len: int,
+    *,
+    checkpoint_every_n_tokens: int = 0,
+    checkpoint_cu_starts: torch.Tensor | None = None,
+    num_checkpoints: int = 0,
+) -> WorkTable:
+    """A table for world size 1 built where `cu_seqlens` [N+1] lies, from upper bounds only; nothing is read back.
+
+    Offsets are clamped to [0, num_tokens] and made non-decreasing.  Bounds come from `num_tokens` alone, so a
+    `max_seqlen` that lies costs no token.  Items, maps and entry states are rows in sequence order; row N of the final
+    states, row num_items of the maps and the last checkpoint row are dumps.
+    """
+    device = cu_seqlens.device
+    num_sequences = cu_seqlens.numel() - 1
+    length = cp_chunk_len
+    offsets = cu_seqlens.to(torch.int64).clamp(0, num_tokens).cummax(0).values
+    seq_start, seq_len = offsets[:-1], offsets.diff()
+    # an empty sequence still has one (empty) item, which hands its initial state over
+    items_of = torch.clamp((seq_len + length - 1) // length, min=1)
+    item_end = items_of.cumsum(0)
+    first_item = item_end - items_of
+    num_items = num_tokens // length + num_sequences
+    item = torch.arange(num_items, device=device)
+    sequence = torch.searchsorted(item_end, item, right=True).clamp(max=num_sequences - 1)
+    ordinal = item - first_item[sequence]
+    real = item < item_end[-1]
+    item_tokens = torch.where(real, (seq_len[sequence] - ordinal * length).clamp(0, length), 0)
+    token_start = torch.where(real, seq_start[sequence] + ordinal * length, 0)
+    is_last = real & (ordinal == items_of[sequence] - 1)
+
+    chunks_of = (item_tokens + CHUNK - 1) // CHUNK
+    chunk_end = chunks_of.cumsum(0)
+    num_chunks = num_tokens // CHUNK + num_items
+    chunk = torch.arange(num_chunks, device=device)
+    chunk_item = torch.searchsorted(chunk_end, chunk, right=True).clamp(max=num_items - 1)
+    chunk_ordinal = chunk - (chunk_end - chunks_of)[chunk_item]
+
+    empty = torch.empty(0, dtype=torch.int64, device=device)
+    checkpoint_item = checkpoint_tokens = checkpoint_row = empty
+    if checkpoint_every_n_tokens and num_checkpoints:
+        assert checkpoint_cu_starts is not None
+        starts = checkpoint_cu_starts.to(torch.int64)
+        row = torch.arange(num_checkpoints, device=device)
+        owner = (torch.searchsorted(starts, row, right=True) - 1).clamp(0, num_sequences - 1)
+        position = (row - starts[owner] + 1) * checkpoint_every_n_tokens
+        # a row that no sequence earns gets 0 tokens of its item: it is skipped
+        earned = (position >= 1) & (position <= seq_len[owner]) & (row < starts[-1])
+        checkpoint_item = torch.where(earned, first_item[owner] + (position - 1) // length, first_item[owner])
+        checkpoint_tokens = torch.where(earned, position - (position - 1) // length * length, 0)
+        checkpoint_row = torch.where(earned, row, num_checkpoints)
+        key, order = (checkpoint_item * (length + 1) + checkpoint_tokens).sort(stable=True)
+        checkpoint_item, checkpoint_tokens = key // (length + 1), key % (length + 1)
+        checkpoint_row = checkpoint_row[order]
+
+    return WorkTable(
+        num_items=num_items,
+        num_chunks=num_chunks,
+        max_chunks=-(-min(length, num_tokens) // CHUNK),
+        num_maps=num_items,
+        num_checkpoints=num_checkpoints,
+        token_start=token_start,
+        num_tokens=item_tokens,
+        item_row=item,
+        final_row=torch.where(is_last, sequence, num_sequences),
+        chunk_item=chunk_item,
+        chunk_ordinal=chunk_ordinal,
+        map_item=item,
+        map_row=torch.where(real & ~is_last, item, num_items),
+        map_is_first=ordinal == 0,
+        checkpoint_item=checkpoint_item,
+        checkpoint_tokens=checkpoint_tokens,
+        checkpoint_row=checkpoint_row,
+        host=None,
+    )
