@@ -60,9 +60,7 @@ def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> Work
     chunks = [rank_plan.items[i] for i in items]
     num_chunks = [-(-c.num_tokens // CHUNK) for c in chunks]
     maps = [p for p, i in enumerate(items) if rank_plan.map_rows[i] >= 0]
-    checkpoints = sorted(
-        (position[c.item], c.tokens, c.row) for c in rank_plan.checkpoints if c.item in position
-    )
+    checkpoints = sorted((position[c.item], c.tokens, c.row) for c in rank_plan.checkpoints if c.item in position)
     num_final = len(rank_plan.final_sequences)
     final_rows = [rank_plan.final_rows[i] for i in items]
 

@@ -86,9 +86,7 @@ class Fold(Protocol):
 
     block_rows: int  # V is folded in blocks of this many rows; a fixup may cut V at multiples of it
 
-    def __call__(
-        self, state: torch.Tensor, transition: torch.Tensor, local_state: torch.Tensor
-    ) -> torch.Tensor: ...
+    def __call__(self, state: torch.Tensor, transition: torch.Tensor, local_state: torch.Tensor) -> torch.Tensor: ...
 
 
 class Backend(Protocol):
