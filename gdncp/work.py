@@ -78,7 +78,7 @@ def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> Work
         "checkpoint_tokens": [c[1] for c in checkpoints],
         "checkpoint_row": [c[2] for c in checkpoints],
     }
-    tensors = _upload(columns, device)
+    tensors = upload(columns, device)
     return WorkTable(
         num_items=len(items),
         num_chunks=sum(num_chunks),
@@ -95,8 +95,8 @@ def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> Work
     )
 
 
-def _upload(columns: dict[str, list[int]], device: torch.device) -> dict[str, torch.Tensor]:
-    """One pinned copy for all columns: a pageable one would make the host wait."""
+def upload(columns: dict[str, list[int]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Columns as int64 tensors on `device`, by one pinned copy: a pageable one would make the host wait."""
     flat = torch.tensor([x for column in columns.values() for x in column], dtype=torch.int64)
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)

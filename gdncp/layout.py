@@ -1,0 +1,126 @@
+"""A rank's layout: its work tables, and how states enter and leave them, on one device.
+
+`layout_of_plan` comes from a host plan and is cached; `layout_of_cu_seqlens` is built on the device from upper bounds
+(world size 1) for callers whose lengths are only there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+
+from gdncp.backends.base import AffineMaps, Fold
+from gdncp.plan import PrefillPlan
+from gdncp.work import WorkTable, from_cu_seqlens, from_rank_plan, upload
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Row counts leave out the dump rows that `WorkTable` names; index tensors are int64 on the device."""
+
+    tables: tuple[WorkTable, ...]  # per lane
+    num_items: int
+    num_maps: int
+    num_checkpoints: int
+    num_final: int
+    first_rows: torch.Tensor  # [F] entry-state rows that start a sequence here
+    first_sequences: torch.Tensor  # [F] the sequences they start
+    final_sequences: torch.Tensor  # [num_final] final-state row -> sequence
+    num_sequence_items: torch.Tensor | None = None  # [N] CP chunks per sequence, where only the device knows
+    max_sequence_items: int = 1
+
+    @property
+    def has_maps(self) -> bool:
+        return self.num_maps > 0
+
+
+_CACHE: OrderedDict[tuple[str, int, torch.device], Layout] = OrderedDict()
+_CACHE_SIZE = 128  # layouts are a few KiB each; keyed by the plan's digest, so an entry cannot go stale
+
+
+def layout_of_plan(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
+    """The exact layout of `rank`; copied to the device once per (plan, rank, device) without waiting for it."""
+    key = (plan.digest, rank, device)
+    layout = _CACHE.get(key)
+    if layout is None:
+        layout = _CACHE[key] = _build(plan, rank, device)
+        if len(_CACHE) > _CACHE_SIZE:
+            _CACHE.popitem(last=False)
+    else:
+        _CACHE.move_to_end(key)
+    return layout
+
+
+def _build(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
+    share = plan.rank_plan(rank)
+    first = [(row, chunk.sequence) for row, chunk in enumerate(share.items) if chunk.is_first]
+    rows = upload(
+        {
+            "first_rows": [row for row, _ in first],
+            "first_sequences": [sequence for _, sequence in first],
+            "final_sequences": list(share.final_sequences),
+        },
+        device,
+    )
+    return Layout(
+        tables=tuple(from_rank_plan(share, lane, device) for lane in range(len(share.lanes)) if share.lanes[lane]),
+        num_items=len(share.items),
+        num_maps=share.num_maps,
+        num_checkpoints=len(share.checkpoints),
+        num_final=len(share.final_sequences),
+        **rows,
+    )
+
+
+def layout_of_cu_seqlens(
+    cu_seqlens: torch.Tensor,
+    num_tokens: int,
+    cp_chunk_len: int,
+    *,
+    checkpoint_every_n_tokens: int = 0,
+    checkpoint_cu_starts: torch.Tensor | None = None,
+    num_checkpoints: int = 0,
+) -> Layout:
+    """The layout of one rank that holds all tokens, from device lengths.  See `gdncp.work.from_cu_seqlens`."""
+    table = from_cu_seqlens(
+        cu_seqlens,
+        num_tokens,
+        cp_chunk_len,
+        checkpoint_every_n_tokens=checkpoint_every_n_tokens,
+        checkpoint_cu_starts=checkpoint_cu_starts,
+        num_checkpoints=num_checkpoints,
+    )
+    num_sequences = cu_seqlens.numel() - 1
+    lengths = cu_seqlens.to(torch.int64).clamp(0, num_tokens).cummax(0).values.diff()
+    items = torch.clamp((lengths + cp_chunk_len - 1) // cp_chunk_len, min=1)
+    sequences = torch.arange(num_sequences, device=cu_seqlens.device)
+    splits = num_tokens > cp_chunk_len  # else no sequence can have a second CP chunk
+    return Layout(
+        tables=(table,),
+        num_items=table.num_items,
+        num_maps=table.num_maps if splits else 0,
+        num_checkpoints=num_checkpoints,
+        num_final=num_sequences,
+        first_rows=items.cumsum(0) - items,
+        first_sequences=sequences,
+        final_sequences=sequences,
+        num_sequence_items=items,
+        max_sequence_items=max(1, -(-num_tokens // cp_chunk_len)),
+    )
+
+
+def fold_on_device(layout: Layout, maps: AffineMaps, entry_states: torch.Tensor, fold: Fold) -> None:
+    """The local fixup where only the device knows how many CP chunks a sequence has; fills `entry_states` in place.
+
+    Step p moves every sequence one CP chunk on; a sequence that has none left writes to the spare last row.
+    """
+    assert layout.num_sequence_items is not None
+    spare = entry_states.shape[0] - 1
+    for step in range(1, layout.max_sequence_items):
+        live = step < layout.num_sequence_items
+        row = torch.where(live, layout.first_rows + step, spare)
+        before = torch.where(live, row - 1, 0)
+        state = fold(entry_states[before], maps.transition[before], maps.local_state[before])
+        entry_states.index_copy_(0, row, state)
