@@ -9,7 +9,7 @@ from typing import NamedTuple
 class CpChunk(NamedTuple):
     """A run of tokens of one sequence that is scanned from a zero state on its own: the unit of context parallelism."""
 
-    index: int  # its place in `plan.cp_chunks`: sequences in order, then CP chunks in order
+    index: int  # type: ignore[assignment]  # (hides tuple.index) its place in `plan.cp_chunks`: sequences in order, then CP chunks in order
     sequence: int
     ordinal: int  # which CP chunk of its sequence, from 0
     start: int  # global tokens, half-open; start == stop for an empty sequence
@@ -31,13 +31,33 @@ class CpChunk(NamedTuple):
 class Segment(NamedTuple):
     """A maximal run of consecutive CP chunks of one sequence on one rank; what a fixup hands states between."""
 
-    index: int  # its place in `plan.segments`: sequences in order, then segments in order
+    index: int  # type: ignore[assignment]  # its place in `plan.segments`: sequences in order, then segments in order
     sequence: int
     rank: int
     first_item: int  # its CP chunks are items [first_item, stop_item) of the rank's `RankPlan.items`
     stop_item: int
     previous: int | None  # the segment of the same sequence before this one, on another rank; None: the sequence starts
     next: int | None
+    start: int  # global tokens, half-open
+    stop: int
+    first_chunk: int  # its CP chunks are `plan.cp_chunks[first_chunk : first_chunk + num_items]`
+    first_ordinal: int  # ordinal of its first CP chunk within the sequence
+
+    @property
+    def num_items(self) -> int:
+        return self.stop_item - self.first_item
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+class TokenRun(NamedTuple):
+    """A maximal run of global tokens [start, stop) on one rank, across sequences."""
+
+    start: int
+    stop: int
+    rank: int
 
 
 class RankCheckpoint(NamedTuple):

@@ -1,0 +1,185 @@
+"""Ownership and grid to tables: token runs, segments, and one rank's CP chunks and checkpoints.
+
+The grid of a sequence lies at its start + m · cp_chunk_len. Ownership may cut it elsewhere: the CP chunk then ends at
+the cut, and the next one runs from there to the next grid point.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+
+from gdncp.plan.model import CpChunk, RankCheckpoint, RankPlan, Segment, TokenRun
+
+TokenRanges = tuple[tuple[tuple[int, int], ...], ...]  # per rank: half-open ranges of global tokens
+
+
+def sequence_starts(seq_lens: Sequence[int]) -> tuple[int, ...]:
+    """First global token of each sequence, then the number of tokens."""
+    return tuple(accumulate(seq_lens, initial=0))
+
+
+def contiguous_cuts(seq_starts: Sequence[int], world_size: int, cp_chunk_len: int) -> list[int]:
+    """World size + 1 bounds: near-equal shares of the packed tokens, snapped to the nearest grid point (low on a tie)."""
+    num_tokens = seq_starts[-1]
+    cuts = [0]
+    for rank in range(1, world_size):
+        ideal = rank * num_tokens // world_size
+        sequence = bisect_right(seq_starts, ideal) - 1
+        if seq_starts[sequence] == ideal:  # also past the last token
+            cuts.append(ideal)
+            continue
+        start, stop = seq_starts[sequence], seq_starts[sequence + 1]
+        low = ideal - (ideal - start) % cp_chunk_len
+        high = min(low + cp_chunk_len, stop)
+        cuts.append(low if ideal - low <= high - ideal else high)
+    return [*cuts, num_tokens]
+
+
+def contiguous_runs(seq_starts: Sequence[int], world_size: int, cp_chunk_len: int) -> tuple[TokenRun, ...]:
+    cuts = contiguous_cuts(seq_starts, world_size, cp_chunk_len)
+    return merge_runs(zip(cuts, cuts[1:], range(world_size), strict=False))
+
+
+def zigzag_runs(seq_starts: Sequence[int], world_size: int, cp_chunk_len: int) -> tuple[TokenRun, ...]:
+    """Per sequence of C CP chunks: part i is CP chunks [i·C//2W, (i+1)·C//2W); rank r holds parts r and 2W−1−r."""
+    parts = 2 * world_size
+    pieces = []
+    for start, stop in pairwise(seq_starts):
+        chunks = -(-(stop - start) // cp_chunk_len)
+        first = 0
+        while first < chunks:  # from part to part, past the empty ones
+            part = ((first + 1) * parts - 1) // chunks  # the one that holds CP chunk `first`
+            end = (part + 1) * chunks // parts
+            rank = min(part, parts - 1 - part)
+            pieces.append((start + first * cp_chunk_len, min(start + end * cp_chunk_len, stop), rank))
+            first = end
+    return merge_runs(pieces)
+
+
+def explicit_runs(ranges: TokenRanges) -> tuple[TokenRun, ...]:
+    """Ranges that are known to partition the tokens."""
+    return merge_runs(sorted((start, stop, rank) for rank, own in enumerate(ranges) for start, stop in own))
+
+
+def merge_runs(pieces: Iterable[tuple[int, int, int]]) -> tuple[TokenRun, ...]:
+    """(start, stop, rank) in token order, without gaps, to maximal runs; empty pieces are left out."""
+    runs: list[TokenRun] = []
+    for start, stop, rank in pieces:
+        if start == stop:
+            continue
+        if runs and runs[-1].rank == rank:
+            start = runs.pop().start
+        runs.append(TokenRun(start, stop, rank))
+    return tuple(runs)
+
+
+def build_segments(
+    seq_starts: Sequence[int], runs: Sequence[TokenRun], world_size: int, cp_chunk_len: int
+) -> tuple[Segment, ...]:
+    """Every sequence cut where its tokens change rank; an empty one is on the rank of the next token, or the last."""
+    segments: list[Segment] = []
+    items_of = [0] * world_size
+    num_chunks = 0
+    run = 0
+    for sequence, (seq_start, seq_stop) in enumerate(pairwise(seq_starts)):
+        start, ordinal = seq_start, 0
+        while True:
+            while run < len(runs) and runs[run].stop <= start:
+                run += 1
+            rank = runs[run].rank if run < len(runs) else world_size - 1
+            stop = min(seq_stop, runs[run].stop) if run < len(runs) else seq_stop
+            # grid cells touched; an empty sequence is one CP chunk too
+            count = max(-((seq_start - stop) // cp_chunk_len) - (start - seq_start) // cp_chunk_len, 1)
+            index, item = len(segments), items_of[rank]
+            before = None if start == seq_start else index - 1
+            after = None if stop == seq_stop else index + 1
+            segments.append(
+                Segment(index, sequence, rank, item, item + count, before, after, start, stop, num_chunks, ordinal)
+            )
+            items_of[rank] += count
+            num_chunks += count
+            ordinal += count
+            start = stop
+            if after is None:
+                break
+    return tuple(segments)
+
+
+def build_rank_plan(
+    rank: int,
+    segments: Sequence[Segment],  # of this rank, in order
+    *,
+    seq_starts: Sequence[int],
+    cp_chunk_len: int,
+    num_lanes: int,
+    checkpoint_every_n_tokens: int,
+    checkpoint_positions: Sequence[Sequence[int]] | None,
+) -> RankPlan:
+    num_tokens = sum(segment.num_tokens for segment in segments)
+    items: list[CpChunk] = []
+    checkpoints: list[RankCheckpoint] = []
+    offset = 0
+    for segment in segments:
+        seq_start = seq_starts[segment.sequence]
+        bounds = _chunk_bounds(segment, seq_start, cp_chunk_len)
+        last = len(bounds) - 2 if segment.next is None else -1
+        for i, (start, stop) in enumerate(pairwise(bounds)):
+            # the lane in whose share of the tokens the CP chunk's middle lies
+            lane = min((2 * offset + stop - start) * num_lanes // (2 * num_tokens or 1), num_lanes - 1)
+            index, ordinal = segment.first_chunk + i, segment.first_ordinal + i
+            items.append(CpChunk(index, segment.sequence, ordinal, start, stop, rank, lane, offset, i == last))
+            offset += stop - start
+        _, positions = segment_checkpoints(segment, seq_start, checkpoint_every_n_tokens, checkpoint_positions)
+        for position in positions:
+            token = seq_start + position - 1  # the last token that the state has seen
+            cell = (position - 1) // cp_chunk_len - (segment.start - seq_start) // cp_chunk_len
+            row = len(checkpoints)
+            checkpoints.append(RankCheckpoint(segment.first_item + cell, token + 1 - bounds[cell], row))
+
+    lanes: list[list[int]] = [[] for _ in range(num_lanes)]
+    map_rows: list[int] = []
+    final_rows: list[int] = []
+    final_sequences: list[int] = []
+    num_maps = 0
+    for i, item in enumerate(items):
+        lanes[item.lane].append(i)
+        map_rows.append(-1 if item.is_last else num_maps)
+        final_rows.append(len(final_sequences) if item.is_last else -1)
+        if item.is_last:
+            final_sequences.append(item.sequence)
+        else:
+            num_maps += 1
+    return RankPlan(
+        rank=rank,
+        items=tuple(items),
+        map_rows=tuple(map_rows),
+        num_maps=num_maps,
+        segments=tuple(segments),
+        lanes=tuple(map(tuple, lanes)),
+        checkpoints=tuple(checkpoints),
+        final_rows=tuple(final_rows),
+        final_sequences=tuple(final_sequences),
+    )
+
+
+def _chunk_bounds(segment: Segment, seq_start: int, cp_chunk_len: int) -> list[int]:
+    """Bounds of a segment's CP chunks, one more than there are; [start, start] for an empty sequence."""
+    next_grid = segment.start + cp_chunk_len - (segment.start - seq_start) % cp_chunk_len
+    return [segment.start, *range(next_grid, segment.stop, cp_chunk_len), segment.stop]
+
+
+def segment_checkpoints(
+    segment: Segment, seq_start: int, every_n_tokens: int, positions: Sequence[Sequence[int]] | None
+) -> tuple[int, Sequence[int]]:
+    """(rows of its sequence before the segment, positions in the sequence of those after tokens of the segment)."""
+    low, high = segment.start - seq_start, segment.stop - seq_start  # positions in (low, high]
+    if positions is not None:
+        of_sequence = positions[segment.sequence]
+        first = bisect_right(of_sequence, low)
+        return first, of_sequence[first : bisect_left(of_sequence, high + 1)]
+    if every_n_tokens:
+        first = low // every_n_tokens
+        return first, range((first + 1) * every_n_tokens, high + 1, every_n_tokens)
+    return 0, ()

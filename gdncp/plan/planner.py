@@ -1,0 +1,115 @@
+"""`plan_prefill`: from lengths and heads to a plan.  Pure host code; every rank computes the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gdncp.plan import checks, cost, layout
+from gdncp.plan.model import TokenRun
+from gdncp.plan.prefill_plan import PrefillPlan
+
+
+def plan_prefill(
+    seq_lens: Sequence[int],
+    *,
+    world_size: int = 1,
+    ownership: str | Sequence[Sequence[tuple[int, int]]] = "contiguous",
+    num_q_heads: int,
+    num_k_heads: int,
+    num_v_heads: int,
+    head_dim: int = 128,
+    cp_chunk_len: int | None = None,
+    checkpoint_every_n_tokens: int = 0,
+    checkpoint_positions: Sequence[Sequence[int]] | None = None,
+    fixup: str = "auto",
+    lanes_per_rank: int = 1,
+    head_half_lives: Sequence[float] | None = None,
+    forget_below: float | None = None,
+    require_reproducible: bool = False,
+    profile: str | cost.CostProfile = "cpu",
+) -> PrefillPlan:
+    """Plan a prefill of packed sequences over `world_size` ranks.
+
+    Args:
+        seq_lens: tokens of each sequence; zeros are allowed.
+        ownership: which tokens each rank holds. "contiguous" cuts the packed tokens in near-equal runs on the grid;
+            "zigzag" gives rank r parts r and 2W−1−r of every sequence; or per rank a list of global half-open ranges,
+            together a partition of all tokens (an empty list is a rank without tokens). Cuts off the grid are kept and
+            clear `plan.reproducible`.
+        num_q_heads, num_k_heads, num_v_heads: GQA (k = v, q a multiple) or GVA (q = k, v a multiple).
+        cp_chunk_len: tokens of a CP chunk, a multiple of 64; None: chosen by predicted time.
+        checkpoint_every_n_tokens: a state checkpoint after every n-th token of a sequence; a multiple of 64, 0: none.
+        checkpoint_positions: instead, per sequence the strictly ascending numbers of tokens after which to take one.
+        fixup: "chain", "all_gather", "head_sharded", "tree", or "auto": the cheapest by the cost model. Where no
+            sequence crosses ranks it is "local".
+        lanes_per_rank: CUDA streams (or in-process lanes) to divide a rank's CP chunks among. Never changes bits.
+        head_half_lives: tokens in which each state head's gates halve a state, as far as the host knows.
+        forget_below: the bound below which what entered a CP chunk counts as forgotten; None: by dtype; 0: never.
+        require_reproducible: "auto" leaves out "tree", which associates maps by rank.
+        profile: costs by which to choose and predict: the name of one in `gdncp.plan.cost.PROFILES`, or your own.
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    lengths = checks.sequence_lengths(seq_lens)
+    world_size = checks.integer("world_size", world_size, 1, "a positive int")
+    heads = checks.head_counts(num_q_heads, num_k_heads, num_v_heads)
+    head_dim = checks.integer("head_dim", head_dim, 1, "a positive int")
+    lanes = checks.integer("lanes_per_rank", lanes_per_rank, 1, "a positive int")
+    every = checks.checkpoint_interval(checkpoint_every_n_tokens)
+    if checkpoint_positions is not None:
+        checkpoint_positions = checks.checkpoint_positions(checkpoint_positions, lengths, every)
+    checks.word("fixup", fixup, ("auto", *checks.FIXUPS))
+    if head_half_lives is not None:
+        head_half_lives = checks.half_lives(head_half_lives, max(heads))
+    if forget_below is not None:
+        forget_below = checks.forget_bound(forget_below)
+    if not isinstance(profile, cost.CostProfile):
+        profile = cost.PROFILES[checks.word("profile", profile, tuple(cost.PROFILES))]
+    if isinstance(ownership, str):
+        checks.word("ownership", ownership, checks.OWNERSHIPS, " or [[(start, stop), ...] per rank]")
+    else:
+        ownership = checks.token_ranges(ownership, sum(lengths), world_size)
+
+    seq_starts = layout.sequence_starts(lengths)
+    requested = cp_chunk_len
+    if requested is None:
+        cp_chunk_len = cost.choose_cp_chunk_len(lengths, world_size, ownership, max(heads), head_dim, profile)
+    else:
+        cp_chunk_len = requested = checks.cp_chunk_len(requested)
+
+    runs = _own(seq_starts, world_size, ownership, cp_chunk_len)
+    segments = layout.build_segments(seq_starts, runs, world_size, cp_chunk_len)
+    return PrefillPlan(
+        seq_lens=lengths,
+        world_size=world_size,
+        ownership=ownership if isinstance(ownership, str) else "explicit",
+        num_q_heads=heads[0],
+        num_k_heads=heads[1],
+        num_v_heads=heads[2],
+        head_dim=head_dim,
+        cp_chunk_len=cp_chunk_len,
+        cp_chunk_len_requested=requested,
+        checkpoint_every_n_tokens=every,
+        checkpoint_positions=checkpoint_positions,
+        fixup=cost.resolve_fixup(fixup, segments, world_size, max(heads), head_dim, profile, require_reproducible),
+        fixup_requested=fixup,
+        lanes_per_rank=lanes,
+        head_half_lives=head_half_lives,
+        forget_below=forget_below,
+        require_reproducible=bool(require_reproducible),
+        profile=profile,
+        runs=runs,
+        segments=segments,
+    )
+
+
+def _own(
+    seq_starts: tuple[int, ...], world_size: int, ownership: str | layout.TokenRanges, cp_chunk_len: int
+) -> tuple[TokenRun, ...]:
+    if ownership == "contiguous":
+        return layout.contiguous_runs(seq_starts, world_size, cp_chunk_len)
+    if ownership == "zigzag":
+        return layout.zigzag_runs(seq_starts, world_size, cp_chunk_len)
+    assert not isinstance(ownership, str)
+    return layout.explicit_runs(ownership)

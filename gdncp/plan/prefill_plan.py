@@ -1,0 +1,206 @@
+"""PrefillPlan: the frozen answer of the planner.  Every rank computes the same one and reads its own part."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+from gdncp.plan import cost, layout
+from gdncp.plan.model import CpChunk, RankPlan, Segment, TokenRun
+
+PLAN_FORMAT = 1  # part of the digest: raise it whenever the same inputs begin to give other tables
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillPlan:
+    """Who computes what.  Made by `plan_prefill`; equal to another plan where their digests are.
+
+    Tokens are counted over the packed batch (global), positions within a sequence, rows within a rank's tensors.
+    """
+
+    seq_lens: tuple[int, ...]
+    world_size: int
+    ownership: str  # "contiguous", "zigzag" or "explicit"
+    num_q_heads: int
+    num_k_heads: int
+    num_v_heads: int
+    head_dim: int
+    cp_chunk_len: int  # resolved
+    cp_chunk_len_requested: int | None
+    checkpoint_every_n_tokens: int
+    checkpoint_positions: tuple[tuple[int, ...], ...] | None
+    fixup: str  # resolved: "local" where nothing crosses ranks
+    fixup_requested: str
+    lanes_per_rank: int
+    head_half_lives: tuple[float, ...] | None  # tokens
+    forget_below: float | None  # None: the default of the inputs' dtype
+    require_reproducible: bool
+    profile: cost.CostProfile
+    runs: tuple[TokenRun, ...] = field(repr=False)  # who holds which tokens, in token order
+    segments: tuple[Segment, ...] = field(repr=False)  # over all ranks: sequences in order, then segments in order
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PrefillPlan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def num_state_heads(self) -> int:
+        return max(self.num_q_heads, self.num_v_heads)
+
+    @cached_property
+    def seq_starts(self) -> tuple[int, ...]:
+        """First global token of each sequence, then the number of tokens: cu_seqlens."""
+        return layout.sequence_starts(self.seq_lens)
+
+    @property
+    def num_tokens_total(self) -> int:
+        return self.seq_starts[-1]
+
+    @property
+    def num_cp_chunks(self) -> int:
+        return self.segments[-1].first_chunk + self.segments[-1].num_items
+
+    @cached_property
+    def cp_chunks(self) -> tuple[CpChunk, ...]:
+        """All CP chunks: sequences in order, then CP chunks in order."""
+        return tuple(sorted(item for rank in range(self.world_size) for item in self.rank_plan(rank).items))
+
+    # ---- per rank
+
+    def rank_plan(self, rank: int) -> RankPlan:
+        """One rank's tables.  Raises IndexError for a rank outside 0 ... world_size − 1."""
+        self._check_rank(rank)
+        if rank not in self._rank_plans:
+            self._rank_plans[rank] = layout.build_rank_plan(
+                rank,
+                self._segments_of[rank],
+                seq_starts=self.seq_starts,
+                cp_chunk_len=self.cp_chunk_len,
+                num_lanes=self.lanes_per_rank,
+                checkpoint_every_n_tokens=self.checkpoint_every_n_tokens,
+                checkpoint_positions=self.checkpoint_positions,
+            )
+        return self._rank_plans[rank]
+
+    def token_ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Global half-open ranges of the rank's tokens, in the order in which it holds them; adjacent ones merged."""
+        self._check_rank(rank)
+        return self._token_ranges[rank]
+
+    def num_tokens(self, rank: int) -> int:
+        return sum(stop - start for start, stop in self.token_ranges(rank))
+
+    def checkpoint_rows(self, rank: int) -> tuple[int, ...]:
+        """Global rows of the state checkpoints that this rank writes, in the order of its own checkpoint rows."""
+        self._check_rank(rank)
+        rows: list[int] = []
+        for segment in self._segments_of[rank]:
+            first, positions = layout.segment_checkpoints(
+                segment, self.seq_starts[segment.sequence], self.checkpoint_every_n_tokens, self.checkpoint_positions
+            )
+            first += self.checkpoint_cu_starts[segment.sequence]
+            rows.extend(range(first, first + len(positions)))
+        return tuple(rows)
+
+    def final_state_owner(self, sequence: int) -> int:
+        """The rank on which the sequence ends and that has its final state."""
+        if not 0 <= sequence < self.num_sequences:
+            raise IndexError(f"sequence {sequence} is not in 0 ... {self.num_sequences - 1}")
+        return self._final_owners[sequence]
+
+    # ---- the whole
+
+    @cached_property
+    def checkpoint_cu_starts(self) -> tuple[int, ...]:
+        """[num_sequences + 1]: sequence i has global checkpoint rows starts[i] ... starts[i + 1], ascending."""
+        if self.checkpoint_positions is not None:
+            return tuple(accumulate(map(len, self.checkpoint_positions), initial=0))
+        every = self.checkpoint_every_n_tokens
+        return tuple(accumulate((length // every if every else 0 for length in self.seq_lens), initial=0))
+
+    @property
+    def num_checkpoints(self) -> int:
+        return self.checkpoint_cu_starts[-1]
+
+    @cached_property
+    def crosses_ranks(self) -> bool:
+        """Some sequence has more than one segment, so a fixup exchanges something."""
+        return any(segment.next is not None for segment in self.segments)
+
+    @cached_property
+    def off_grid_cuts(self) -> tuple[int, ...]:
+        """Global tokens at which ownership cuts a sequence off its CP chunk grid."""
+        starts, length = self.seq_starts, self.cp_chunk_len
+        return tuple(s.stop for s in self.segments if s.next is not None and (s.stop - starts[s.sequence]) % length)
+
+    @property
+    def reproducible(self) -> bool:
+        """Bitwise the results of any other world size, ownership on the grid, lanes and order-preserving fixup."""
+        return not self.off_grid_cuts and self.fixup != "tree"
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 over everything that changes results or schedule; ranks compare it before they exchange data."""
+        parts = (
+            PLAN_FORMAT,
+            self.seq_lens,
+            self.world_size,
+            self.runs,
+            (self.num_q_heads, self.num_k_heads, self.num_v_heads, self.head_dim),
+            self.cp_chunk_len,
+            self.checkpoint_every_n_tokens,
+            self.checkpoint_positions,
+            self.fixup,
+            self.lanes_per_rank,
+            self.head_half_lives,
+            self.forget_below,
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @cached_property
+    def predicted(self) -> Mapping[str, tuple[float, ...]]:
+        """Stage -> predicted seconds per rank, by `profile`."""
+        return cost.predict(self)
+
+    def explain(self) -> str:
+        """The plan in words and tables, for a person."""
+        from gdncp.plan.explain import explain
+
+        return explain(self)
+
+    # ---- private
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} is not in 0 ... {self.world_size - 1}")
+
+    @cached_property
+    def _rank_plans(self) -> dict[int, RankPlan]:
+        return {}
+
+    @cached_property
+    def _segments_of(self) -> tuple[tuple[Segment, ...], ...]:
+        of_rank: list[list[Segment]] = [[] for _ in range(self.world_size)]
+        for segment in self.segments:
+            of_rank[segment.rank].append(segment)
+        return tuple(map(tuple, of_rank))
+
+    @cached_property
+    def _token_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        of_rank: list[list[tuple[int, int]]] = [[] for _ in range(self.world_size)]
+        for start, stop, rank in self.runs:
+            of_rank[rank].append((start, stop))
+        return tuple(map(tuple, of_rank))
+
+    @cached_property
+    def _final_owners(self) -> tuple[int, ...]:
+        return tuple(segment.rank for segment in self.segments if segment.next is None)
