@@ -1,49 +1,270 @@
-"""The cost model: seconds = launches · α + work / β for a stage, α + bytes / β for a message."""
+"""The cost model: a stage takes launches · α + work / β, a message α + bytes / β.  Everything in seconds and bytes.
+
+`PROFILES["h200"]` is fitted so that one map a rank at 32 heads of 128 costs what the design's table says (within 20 %).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from gdncp.plan.model import Segment
+from gdncp.plan.checks import CHUNK
+from gdncp.plan.model import CpChunk, Segment
 
 if TYPE_CHECKING:
     from gdncp.plan.prefill_plan import PrefillPlan
 
+STAGES = ("precompute_t", "precompute_mn", "state_fixup", "cp_prefill")
+
 
 @dataclass(frozen=True)
 class CostProfile:
+    """What one machine takes.  "One tile" is a 64-token chunk of one head with head_dim 128, on one worker."""
+
     name: str
+    workers: int  # tiles worked on side by side: SMs of a GPU; 1 where one call uses the whole device
+    launch_s: float  # starting a stage
+    tile_t_s: float  # stage 1
+    tile_n_s: float  # stage 2, the scan of N
+    tile_m_s: float  # stage 2, the scan of M
+    tile_prefill_s: float  # stage 4
+    fold_launch_s: float  # starting one step of a fold
+    fold_head_s: float  # folding one map of one head into a state
+    collective_s: float  # starting a collective
+    message_s: float  # one message between ranks of a node
+    bytes_per_s: float  # of one rank, within a node
+    ranks_per_node: int
+    node_message_s: float  # one message between nodes
+    node_peer_s: float  # one more peer of an all-to-all between nodes
+    node_bytes_per_s: float  # of one rank, between nodes
 
 
-PROFILES = {"cpu": CostProfile("cpu")}
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        # torch on two cores, gloo over the loopback
+        CostProfile(
+            name="cpu",
+            workers=1,
+            launch_s=2e-4,
+            tile_t_s=2.5e-4,
+            tile_n_s=2.5e-4,
+            tile_m_s=2.5e-4,
+            tile_prefill_s=4e-4,
+            fold_launch_s=2e-5,
+            fold_head_s=1.5e-4,
+            collective_s=2e-4,
+            message_s=1e-4,
+            bytes_per_s=1e9,
+            ranks_per_node=1 << 30,
+            node_message_s=1e-4,
+            node_peer_s=5e-5,
+            node_bytes_per_s=1e9,
+        ),
+        # Hopper, captured; NVLink within 8 GPUs, 400 Gb/s a GPU between nodes
+        CostProfile(
+            name="h200",
+            workers=132,
+            launch_s=4e-6,
+            tile_t_s=1.0e-6,
+            tile_n_s=1.2e-6,
+            tile_m_s=1.5e-6,
+            tile_prefill_s=2.1e-6,
+            fold_launch_s=2e-6,
+            fold_head_s=2.1e-7,
+            collective_s=12e-6,
+            message_s=5e-6,
+            bytes_per_s=400e9,
+            ranks_per_node=8,
+            node_message_s=10e-6,
+            node_peer_s=3.6e-6,
+            node_bytes_per_s=50e9,
+        ),
+    )
+}
 
 
-def choose_cp_chunk_len(
-    seq_lens: Sequence[int], world_size: int, ownership: object, heads: int, head_dim: int, profile: CostProfile
-) -> int:
-    share = -(-sum(seq_lens) // world_size)
-    pieces = 1 if world_size == 1 else 4
-    return max(-(-share // pieces // 64) * 64, 64)
+# ---- stages 1, 2 and 4
 
 
-def resolve_fixup(
-    requested: str,
-    segments: Sequence[Segment],
-    world_size: int,
-    heads: int,
-    head_dim: int,
-    profile: CostProfile,
-    require_reproducible: bool,
-) -> str:
-    if all(segment.next is None for segment in segments):
-        return "local"
-    if requested != "auto":
-        return requested
-    return "chain" if world_size < 4 else "head_sharded"
+class ItemCost(NamedTuple):
+    """A CP chunk's cost over all heads, in seconds of one worker; `_run`: its longest head, on one worker."""
+
+    t: float
+    scan: float
+    scan_run: float
+    prefill: float
+    prefill_run: float
+
+
+class StageModel:
+    """Costs of the stages that compute, for one layer shape; asks each distinct CP chunk once."""
+
+    def __init__(
+        self,
+        profile: CostProfile,
+        num_heads: int,
+        head_dim: int,
+        head_half_lives: Sequence[float] | None = None,
+        forget_below: float | None = None,
+    ) -> None:
+        self.profile = profile
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.scale = (head_dim / 128) ** 2
+        bits = -math.log2(2.0**-24 if forget_below is None else forget_below) if forget_below != 0 else math.inf
+        # the tokens after which a head has forgotten
+        self.memory = [half_life * bits for half_life in head_half_lives or [math.inf] * num_heads]
+        self._known: dict[tuple[int, bool, bool], ItemCost] = {}
+
+    def item(self, num_chunks: int, is_first: bool, is_last: bool) -> ItemCost:
+        key = (num_chunks, is_first, is_last)
+        if key not in self._known:
+            self._known[key] = self._item(*key)
+        return self._known[key]
+
+    def _item(self, num_chunks: int, is_first: bool, is_last: bool) -> ItemCost:
+        profile, heads = self.profile, self.num_heads
+        t, prefill = num_chunks * profile.tile_t_s, num_chunks * profile.tile_prefill_s
+        scans = []
+        for memory in self.memory if not is_last else []:
+            forgets = memory < num_chunks * CHUNK
+            read = math.ceil(memory / CHUNK) if forgets else num_chunks
+            with_m = not (is_first or forgets)
+            scans.append(read * (profile.tile_n_s + with_m * profile.tile_m_s))
+        costs = (heads * t, sum(scans), max(scans, default=0.0), heads * prefill, prefill)
+        return ItemCost(*(self.scale * cost for cost in costs))
+
+    def stages(self, items: Iterable[ItemCost], share: float = 1.0) -> tuple[float, float, float]:
+        """(precompute_t, precompute_mn, cp_prefill) of a rank that has these CP chunks, or `share` of them."""
+        t, scan, scan_run, prefill, prefill_run = (list(column) for column in zip(*items, strict=True))
+        return (
+            self._stage(sum(t) * share, 0.0),
+            self._stage(sum(scan) * share, max(scan_run)),
+            self._stage(sum(prefill) * share, max(prefill_run)),
+        )
+
+    def _stage(self, work: float, run: float) -> float:
+        return self.profile.launch_s + max(work / self.profile.workers, run) if work else 0.0
+
+
+# ---- stage 3
+
+
+class FixupLoad(NamedTuple):
+    """What a fixup has to do, over the sequences that cross ranks."""
+
+    world_size: int
+    num_hops: int  # rank to rank, along the sequence that has most of them; 0: nothing crosses
+    num_maps: int  # of all of these sequences
+    depth: int  # most maps along one sequence, which are folded one after the other
+    maps_per_rank: int  # on the rank that has most
+    states_per_rank: int  # that the rank which hands on most hands on
+    num_heads: int
+    head_dim: int
+
+    @property
+    def state_bytes(self) -> int:
+        return self.num_heads * self.head_dim * self.head_dim * 4
+
+    @property
+    def map_bytes(self) -> int:
+        return 2 * self.state_bytes  # (M, N) with K = V
+
+
+def fixup_load(segments: Sequence[Segment], world_size: int, num_heads: int, head_dim: int) -> FixupLoad:
+    num_hops = num_maps = depth = hops_here = maps_here = 0
+    maps_of = [0] * world_size
+    states_of = [0] * world_size
+    for segment in segments:
+        if segment.previous is None:
+            hops_here = maps_here = 0
+            if segment.next is None:
+                continue
+        maps = segment.num_items - (segment.next is None)
+        maps_of[segment.rank] += maps
+        states_of[segment.rank] += segment.next is not None
+        num_maps += maps
+        maps_here += maps
+        hops_here += segment.previous is not None
+        num_hops, depth = max(num_hops, hops_here), max(depth, maps_here)
+    return FixupLoad(world_size, num_hops, num_maps, depth, max(maps_of), max(states_of), num_heads, head_dim)
+
+
+def fold_seconds(profile: CostProfile, depth: int, num_maps: int, num_heads: float, head_dim: int) -> float:
+    """Folding `num_maps` maps, `depth` of them one after the other."""
+    return depth * profile.fold_launch_s + num_maps * num_heads * profile.fold_head_s * (head_dim / 128) ** 3
+
+
+def fixup_seconds(profile: CostProfile, load: FixupLoad) -> dict[str, float]:
+    """Strategy -> seconds until the last rank has its entry states."""
+    world, one_node = load.world_size, load.world_size <= profile.ranks_per_node
+    rate = profile.bytes_per_s if one_node else profile.node_bytes_per_s
+
+    def fold(depth: int, num_maps: int, num_heads: float = load.num_heads) -> float:
+        return fold_seconds(profile, depth, num_maps, num_heads, load.head_dim)
+
+    far_hops = load.num_hops // profile.ranks_per_node
+    near_hop = profile.message_s + load.state_bytes / profile.bytes_per_s
+    far_hop = profile.node_message_s + load.state_bytes / profile.node_bytes_per_s
+    hops = (load.num_hops - far_hops) * near_hop + far_hops * far_hop
+    more_states = (load.states_per_rank - 1) * load.state_bytes / rate  # of other sequences, behind the first
+    chain = profile.collective_s + hops + more_states + fold(load.depth, max(load.depth, load.maps_per_rank))
+
+    # a ring whose rails between nodes run side by side, at half their peak
+    ring_rate = rate if one_node else rate * profile.ranks_per_node / 2
+    all_gather = (
+        profile.collective_s
+        + profile.message_s
+        + load.num_maps * load.map_bytes / ring_rate
+        + fold(load.depth, load.num_maps)
+    )
+
+    # maps there, entry states back
+    volume = load.maps_per_rank * (load.map_bytes + load.state_bytes) * (world - 1) / world
+    peers = 0.0 if one_node else world * profile.node_peer_s
+    own_heads = math.ceil(load.num_heads / world)
+    head_sharded = (
+        2 * (profile.collective_s + profile.message_s)
+        + peers
+        + volume / rate
+        + fold(load.depth, load.num_maps, own_heads)
+    )
+
+    # a composition is two products of a fold's size
+    compose = fold(1, 2)
+    far_levels = 0 if one_node else math.ceil(math.log2(world / profile.ranks_per_node))
+    near_levels = math.ceil(math.log2(max(world, 2))) - far_levels
+    tree = (
+        profile.collective_s
+        + near_levels * (profile.message_s + load.map_bytes / profile.bytes_per_s + compose)
+        + far_levels * (profile.node_message_s + load.map_bytes / profile.node_bytes_per_s + compose)
+        + (load.maps_per_rank - 1) * (compose + fold(1, 1))
+    )
+    return {"chain": chain, "all_gather": all_gather, "head_sharded": head_sharded, "tree": tree}
+
+
+# ---- the whole plan
 
 
 def predict(plan: PrefillPlan) -> dict[str, tuple[float, ...]]:
-    zeros = (0.0,) * plan.world_size
-    return dict.fromkeys(("precompute_t", "precompute_mn", "state_fixup", "cp_prefill"), zeros)
+    """Stage -> seconds per rank.  A rank's fixup ends with the slowest one's, except where it takes no part."""
+    profile = plan.profile
+    model = StageModel(profile, plan.num_state_heads, plan.head_dim, plan.head_half_lives, plan.forget_below)
+    crossing = plan.fixup_seconds[plan.fixup] if plan.crosses_ranks else 0.0
+    columns = []
+    for rank in range(plan.world_size):
+        share = plan.rank_plan(rank)
+        items = [_item_cost(model, item) for item in share.items if item.num_tokens]
+        t, mn, prefill = model.stages(items) if items else (0.0, 0.0, 0.0)
+        takes_part = any(s.previous is not None or s.next is not None for s in share.segments)
+        local = [s.num_items - 1 for s in share.segments if s.previous is None and s.next is None]
+        fold = fold_seconds(profile, max(local, default=0), sum(local), plan.num_state_heads, plan.head_dim)
+        columns.append((t, mn, fold + takes_part * crossing, prefill))
+    return dict(zip(STAGES, zip(*columns, strict=True), strict=True))
+
+
+def _item_cost(model: StageModel, item: CpChunk) -> ItemCost:
+    return model.item(-(-item.num_tokens // CHUNK), item.is_first, item.is_last)

@@ -21,7 +21,7 @@ def sequence_starts(seq_lens: Sequence[int]) -> tuple[int, ...]:
 
 
 def contiguous_cuts(seq_starts: Sequence[int], world_size: int, cp_chunk_len: int) -> list[int]:
-    """World size + 1 bounds: near-equal shares of the packed tokens, snapped to the nearest grid point (low on a tie)."""
+    """World size + 1 bounds: near-equal shares of the packed tokens, snapped to the nearest grid point (ties: low)."""
     num_tokens = seq_starts[-1]
     cuts = [0]
     for rank in range(1, world_size):
@@ -44,18 +44,30 @@ def contiguous_runs(seq_starts: Sequence[int], world_size: int, cp_chunk_len: in
 
 def zigzag_runs(seq_starts: Sequence[int], world_size: int, cp_chunk_len: int) -> tuple[TokenRun, ...]:
     """Per sequence of C CP chunks: part i is CP chunks [i·C//2W, (i+1)·C//2W); rank r holds parts r and 2W−1−r."""
-    parts = 2 * world_size
+    known: dict[int, list[tuple[int, int, int]]] = {}
     pieces = []
     for start, stop in pairwise(seq_starts):
         chunks = -(-(stop - start) // cp_chunk_len)
-        first = 0
-        while first < chunks:  # from part to part, past the empty ones
-            part = ((first + 1) * parts - 1) // chunks  # the one that holds CP chunk `first`
-            end = (part + 1) * chunks // parts
-            rank = min(part, parts - 1 - part)
-            pieces.append((start + first * cp_chunk_len, min(start + end * cp_chunk_len, stop), rank))
-            first = end
+        if chunks not in known:
+            known[chunks] = [
+                (a * cp_chunk_len, b * cp_chunk_len, rank) for a, b, rank in zigzag_parts(chunks, world_size)
+            ]
+        for low, high, rank in known[chunks]:
+            pieces.append((start + low, min(start + high, stop), rank))
     return merge_runs(pieces)
+
+
+def zigzag_parts(chunks: int, world_size: int) -> list[tuple[int, int, int]]:
+    """The parts of a sequence of so many CP chunks that are not empty: (first CP chunk, end, rank)."""
+    parts = 2 * world_size
+    result = []
+    first = 0
+    while first < chunks:
+        part = ((first + 1) * parts - 1) // chunks  # the one that holds CP chunk `first`
+        end = (part + 1) * chunks // parts
+        result.append((first, end, min(part, parts - 1 - part)))
+        first = end
+    return result
 
 
 def explicit_runs(ranges: TokenRanges) -> tuple[TokenRun, ...]:
@@ -66,12 +78,17 @@ def explicit_runs(ranges: TokenRanges) -> tuple[TokenRun, ...]:
 def merge_runs(pieces: Iterable[tuple[int, int, int]]) -> tuple[TokenRun, ...]:
     """(start, stop, rank) in token order, without gaps, to maximal runs; empty pieces are left out."""
     runs: list[TokenRun] = []
+    run_start, run_stop, run_rank = 0, 0, -1
     for start, stop, rank in pieces:
         if start == stop:
             continue
-        if runs and runs[-1].rank == rank:
-            start = runs.pop().start
-        runs.append(TokenRun(start, stop, rank))
+        if rank != run_rank:
+            if run_stop > run_start:
+                runs.append(TokenRun(run_start, run_stop, run_rank))
+            run_start, run_rank = start, rank
+        run_stop = stop
+    if run_stop > run_start:
+        runs.append(TokenRun(run_start, run_stop, run_rank))
     return tuple(runs)
 
 
@@ -81,18 +98,19 @@ def build_segments(
     """Every sequence cut where its tokens change rank; an empty one is on the rank of the next token, or the last."""
     segments: list[Segment] = []
     items_of = [0] * world_size
-    num_chunks = 0
-    run = 0
+    num_chunks = index = 0
+    num_tokens = seq_starts[-1]
+    upcoming = iter((*runs, TokenRun(num_tokens, num_tokens + 1, world_size - 1)))  # the last takes empties at the end
+    _, run_stop, rank = next(upcoming)
     for sequence, (seq_start, seq_stop) in enumerate(pairwise(seq_starts)):
         start, ordinal = seq_start, 0
         while True:
-            while run < len(runs) and runs[run].stop <= start:
-                run += 1
-            rank = runs[run].rank if run < len(runs) else world_size - 1
-            stop = min(seq_stop, runs[run].stop) if run < len(runs) else seq_stop
+            while run_stop <= start:
+                _, run_stop, rank = next(upcoming)
+            stop = seq_stop if seq_stop < run_stop else run_stop
             # grid cells touched; an empty sequence is one CP chunk too
-            count = max(-((seq_start - stop) // cp_chunk_len) - (start - seq_start) // cp_chunk_len, 1)
-            index, item = len(segments), items_of[rank]
+            count = -((seq_start - stop) // cp_chunk_len) - (start - seq_start) // cp_chunk_len or 1
+            item = items_of[rank]
             before = None if start == seq_start else index - 1
             after = None if stop == seq_stop else index + 1
             segments.append(
@@ -101,9 +119,10 @@ def build_segments(
             items_of[rank] += count
             num_chunks += count
             ordinal += count
-            start = stop
+            index += 1
             if after is None:
                 break
+            start = stop
     return tuple(segments)
 
 

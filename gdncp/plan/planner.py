@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gdncp.plan import checks, cost, layout
+from gdncp.plan import checks, choose, cost, layout
 from gdncp.plan.model import TokenRun
 from gdncp.plan.prefill_plan import PrefillPlan
 
@@ -74,12 +74,28 @@ def plan_prefill(
     seq_starts = layout.sequence_starts(lengths)
     requested = cp_chunk_len
     if requested is None:
-        cp_chunk_len = cost.choose_cp_chunk_len(lengths, world_size, ownership, max(heads), head_dim, profile)
+        model = cost.StageModel(profile, max(heads), head_dim, head_half_lives, forget_below)
+        cp_chunk_len = choose.choose_cp_chunk_len(
+            lengths,
+            world_size,
+            ownership,
+            model,
+            lanes_per_rank=lanes,
+            fixup=fixup,
+            require_reproducible=require_reproducible,
+        )
     else:
         cp_chunk_len = requested = checks.cp_chunk_len(requested)
 
     runs = _own(seq_starts, world_size, ownership, cp_chunk_len)
     segments = layout.build_segments(seq_starts, runs, world_size, cp_chunk_len)
+    if all(segment.next is None for segment in segments):
+        resolved = "local"
+    elif fixup == "auto":
+        load = cost.fixup_load(segments, world_size, max(heads), head_dim)
+        resolved = choose.choose_fixup(load, profile, require_reproducible)
+    else:
+        resolved = fixup
     return PrefillPlan(
         seq_lens=lengths,
         world_size=world_size,
@@ -92,7 +108,7 @@ def plan_prefill(
         cp_chunk_len_requested=requested,
         checkpoint_every_n_tokens=every,
         checkpoint_positions=checkpoint_positions,
-        fixup=cost.resolve_fixup(fixup, segments, world_size, max(heads), head_dim, profile, require_reproducible),
+        fixup=resolved,
         fixup_requested=fixup,
         lanes_per_rank=lanes,
         head_half_lives=head_half_lives,

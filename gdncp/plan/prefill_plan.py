@@ -154,7 +154,7 @@ class PrefillPlan:
             PLAN_FORMAT,
             self.seq_lens,
             self.world_size,
-            self.runs,
+            tuple(map(tuple, self.runs)) if self.ownership == "explicit" else self.ownership,
             (self.num_q_heads, self.num_k_heads, self.num_v_heads, self.head_dim),
             self.cp_chunk_len,
             self.checkpoint_every_n_tokens,
@@ -170,6 +170,12 @@ class PrefillPlan:
     def predicted(self) -> Mapping[str, tuple[float, ...]]:
         """Stage -> predicted seconds per rank, by `profile`."""
         return cost.predict(self)
+
+    @cached_property
+    def fixup_seconds(self) -> Mapping[str, float]:
+        """Fixup strategy -> predicted seconds; empty where nothing crosses ranks."""
+        load = cost.fixup_load(self.segments, self.world_size, self.num_state_heads, self.head_dim)
+        return cost.fixup_seconds(self.profile, load) if load.num_hops else {}
 
     def explain(self) -> str:
         """The plan in words and tables, for a person."""
