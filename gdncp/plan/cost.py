@@ -158,10 +158,10 @@ class FixupLoad(NamedTuple):
 
     world_size: int
     num_hops: int  # rank to rank, along the sequence that has most of them; 0: nothing crosses
-    num_maps: int  # of all of these sequences
+    num_maps: int  # that a later rank needs, over all of these sequences
     depth: int  # most maps along one sequence, which are folded one after the other
-    maps_per_rank: int  # on the rank that has most
-    states_per_rank: int  # that the rank which hands on most hands on
+    maps_per_rank: int  # of those, on the rank that has most
+    states_per_rank: int  # sequences that go on elsewhere, on the rank that has most
     num_heads: int
     head_dim: int
 
@@ -175,22 +175,20 @@ class FixupLoad(NamedTuple):
 
 
 def fixup_load(segments: Sequence[Segment], world_size: int, num_heads: int, head_dim: int) -> FixupLoad:
-    num_hops = num_maps = depth = hops_here = maps_here = 0
+    num_hops = depth = hops_here = maps_here = 0
     maps_of = [0] * world_size
     states_of = [0] * world_size
     for segment in segments:
         if segment.previous is None:
             hops_here = maps_here = 0
-            if segment.next is None:
-                continue
-        maps = segment.num_items - (segment.next is None)
-        maps_of[segment.rank] += maps
-        states_of[segment.rank] += segment.next is not None
-        num_maps += maps
-        maps_here += maps
-        hops_here += segment.previous is not None
-        num_hops, depth = max(num_hops, hops_here), max(depth, maps_here)
-    return FixupLoad(world_size, num_hops, num_maps, depth, max(maps_of), max(states_of), num_heads, head_dim)
+        if segment.next is not None:
+            hops_here += 1
+            maps_here += segment.num_items
+            maps_of[segment.rank] += segment.num_items
+            states_of[segment.rank] += 1
+        elif hops_here:
+            num_hops, depth = max(num_hops, hops_here), max(depth, maps_here + segment.num_items - 1)
+    return FixupLoad(world_size, num_hops, sum(maps_of), depth, max(maps_of), max(states_of), num_heads, head_dim)
 
 
 def fold_seconds(profile: CostProfile, depth: int, num_maps: int, num_heads: float, head_dim: int) -> float:
@@ -233,20 +231,66 @@ def fixup_seconds(profile: CostProfile, load: FixupLoad) -> dict[str, float]:
         + fold(load.depth, load.num_maps, own_heads)
     )
 
-    # a composition is two products of a fold's size
-    compose = fold(1, 2)
-    far_levels = 0 if one_node else math.ceil(math.log2(world / profile.ranks_per_node))
-    near_levels = math.ceil(math.log2(max(world, 2))) - far_levels
+    # composed maps go to the next rank, then double in length every round; composing is two products of a fold's size
+    rounds = 1 + math.ceil(math.log2(load.num_hops)) if load.num_hops else 0
+    far_rounds = 0 if one_node else min(math.ceil(math.log2(world / profile.ranks_per_node)), rounds)
+    volume = load.states_per_rank * load.map_bytes
     tree = (
         profile.collective_s
-        + near_levels * (profile.message_s + load.map_bytes / profile.bytes_per_s + compose)
-        + far_levels * (profile.node_message_s + load.map_bytes / profile.node_bytes_per_s + compose)
-        + (load.maps_per_rank - 1) * (compose + fold(1, 1))
+        + (rounds - far_rounds) * (profile.message_s + volume / profile.bytes_per_s)
+        + far_rounds * (profile.node_message_s + volume / profile.node_bytes_per_s)
+        + (rounds - 1) * fold(1, 2 * load.states_per_rank)
+        + (load.maps_per_rank - 1) * fold(2, 3)  # within a rank: composing, then folding through
     )
     return {"chain": chain, "all_gather": all_gather, "head_sharded": head_sharded, "tree": tree}
 
 
 # ---- the whole plan
+
+
+def fixup_bytes(plan: PrefillPlan) -> tuple[int, ...]:
+    """Bytes that each rank sends in the fixup: what `gdncp.collectives` puts on the wire."""
+    world, heads = plan.world_size, plan.num_state_heads
+    state = FixupLoad(world, 0, 0, 0, 0, 0, heads, plan.head_dim).state_bytes
+    handed_on, arrivals, shipped = ([0] * world for _ in range(3))
+    for segment in plan.segments:
+        arrivals[segment.rank] += segment.previous is not None
+        if segment.next is not None:
+            handed_on[segment.rank] += 1
+            # a transition and a local state per CP chunk; of a sequence's first, the local state alone
+            shipped[segment.rank] += 2 * segment.num_items - (segment.previous is None)
+    if plan.fixup == "chain":
+        return tuple(n * state for n in handed_on)
+    if plan.fixup == "all_gather":
+        return (max(shipped) * state * (world - 1),) * world
+    if plan.fixup == "head_sharded":
+        own = [(r + 1) * heads // world - r * heads // world for r in range(world)]
+        head = state // heads
+        return tuple(
+            shipped[r] * (heads - own[r]) * head + own[r] * (sum(arrivals) - arrivals[r]) * head for r in range(world)
+        )
+    if plan.fixup == "tree":
+        return _tree_bytes(plan, state)
+    return (0,) * world
+
+
+def _tree_bytes(plan: PrefillPlan, state_bytes: int) -> tuple[int, ...]:
+    """Per round of stride s, segment d sends to d + s; a state alone where what it holds begins at the start."""
+    sent = [0] * plan.world_size
+    for first in plan.segments:
+        if first.previous is not None or first.next is None:
+            continue
+        ranks = [first.rank]
+        while (following := plan.segments[first.index + len(ranks) - 1].next) is not None:
+            ranks.append(plan.segments[following].rank)
+        for d in range(len(ranks) - 1):
+            sent[ranks[d]] += state_bytes * (1 + (d > 0))
+        stride = 1
+        while stride < len(ranks) - 1:
+            for d in range(1, len(ranks) - stride):
+                sent[ranks[d]] += state_bytes * (1 + (d > stride)) * (ranks[d] != ranks[d + stride])
+            stride *= 2
+    return tuple(sent)
 
 
 def predict(plan: PrefillPlan) -> dict[str, tuple[float, ...]]:

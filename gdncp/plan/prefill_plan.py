@@ -177,6 +177,11 @@ class PrefillPlan:
         load = cost.fixup_load(self.segments, self.world_size, self.num_state_heads, self.head_dim)
         return cost.fixup_seconds(self.profile, load) if load.num_hops else {}
 
+    @cached_property
+    def fixup_bytes(self) -> tuple[int, ...]:
+        """Bytes that each rank sends in the fixup."""
+        return cost.fixup_bytes(self)
+
     def explain(self) -> str:
         """The plan in words and tables, for a person."""
         from gdncp.plan.explain import explain
