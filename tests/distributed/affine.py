@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def random_ranges(seq_lens: Sequence[int], ranks: Sequence[int], world_size: int
     total = sum(seq_lens)
     cuts = sorted({0, total, *(draw.randrange(0, total + 1) // grid * grid for _ in range(4 * world_size))})
     ranges: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         ranges[draw.choice(ranks)].append((start, stop))
     return ranges
 

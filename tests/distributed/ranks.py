@@ -23,7 +23,7 @@ import torch.distributed as dist
 DEADLINE = 60.0  # seconds: a deadlocked exchange fails the test instead of hanging CI
 _GRACE = 3.0  # once one rank failed, how long the others may take to say what they saw
 
-# a rank starts in 0.1 s; under spawn, about 3 s.  The third is what `use_deterministic_algorithms` would import, for 2 s
+# a rank starts in 0.1 s; under spawn, about 3 s.  `use_deterministic_algorithms` would import the third, for 2 s
 multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._inductor.config", "pytest"])
 _processes = multiprocessing.get_context("forkserver")
 
