@@ -70,7 +70,9 @@ def _build(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
         num_maps=share.num_maps,
         num_checkpoints=len(share.checkpoints),
         num_final=len(share.final_sequences),
-        **rows,
+        first_rows=rows["first_rows"],
+        first_sequences=rows["first_sequences"],
+        final_sequences=rows["final_sequences"],
     )
 
 
@@ -122,5 +124,7 @@ def fold_on_device(layout: Layout, maps: AffineMaps, entry_states: torch.Tensor,
         live = step < layout.num_sequence_items
         row = torch.where(live, layout.first_rows + step, spare)
         before = torch.where(live, row - 1, 0)
-        state = fold(entry_states[before], maps.transition[before], maps.local_state[before])
+        state = maps.local_state[before]  # of a first CP chunk: its exit state
+        if step > 1:
+            state = fold(entry_states[before], maps.transition[before], state)
         entry_states.index_copy_(0, row, state)

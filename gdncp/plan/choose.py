@@ -9,6 +9,7 @@ from itertools import pairwise
 from gdncp.plan import cost, layout
 from gdncp.plan.checks import CHUNK
 
+_LEAST = 4 * CHUNK  # a shorter CP chunk is not chosen: what the model leaves out (tails, small launches) eats its gain
 _GROUPS = 32  # sequences are costed in at most this many groups of like length
 
 
@@ -78,7 +79,7 @@ class _Search:
         # a few CP chunks a rank, or what fills its workers: tables stay small
         pieces_per_rank = max(32, 4 * self.model.profile.workers // self.model.num_heads) * lanes
         most = len(self.seq_starts) + self.world_size * pieces_per_rank
-        few = [n for n in lengths if n < whole and self.seq_starts[-1] // n <= most]
+        few = [n for n in lengths if _LEAST <= n < whole and self.seq_starts[-1] // n <= most]
         return sorted({whole, *few}, reverse=True)
 
     def seconds(self, length: int) -> float:

@@ -44,23 +44,23 @@ class CostProfile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        # torch on two cores, gloo over the loopback
+        # the torch backend on one core (measured, within a factor of two), gloo over the loopback
         CostProfile(
             name="cpu",
             workers=1,
-            launch_s=2e-4,
-            tile_t_s=2.5e-4,
-            tile_n_s=2.5e-4,
-            tile_m_s=2.5e-4,
-            tile_prefill_s=4e-4,
+            launch_s=1e-3,
+            tile_t_s=3e-4,
+            tile_n_s=4e-4,
+            tile_m_s=4e-4,
+            tile_prefill_s=6e-4,
             fold_launch_s=2e-5,
             fold_head_s=1.5e-4,
-            collective_s=2e-4,
-            message_s=1e-4,
+            collective_s=5e-4,
+            message_s=2e-4,
             bytes_per_s=1e9,
-            ranks_per_node=1 << 30,
-            node_message_s=1e-4,
-            node_peer_s=5e-5,
+            ranks_per_node=1 << 30,  # one node
+            node_message_s=2e-4,
+            node_peer_s=1e-4,
             node_bytes_per_s=1e9,
         ),
         # Hopper, captured; NVLink within 8 GPUs, 400 Gb/s a GPU between nodes
@@ -231,15 +231,15 @@ def fixup_seconds(profile: CostProfile, load: FixupLoad) -> dict[str, float]:
         + fold(load.depth, load.num_maps, own_heads)
     )
 
-    # composed maps go to the next rank, then double in length every round; composing is two products of a fold's size
-    rounds = 1 + math.ceil(math.log2(load.num_hops)) if load.num_hops else 0
+    # every round doubles the ranks that a composed map spans; composing is two products of a fold's size
+    rounds = math.ceil(math.log2(load.num_hops + 1))
     far_rounds = 0 if one_node else min(math.ceil(math.log2(world / profile.ranks_per_node)), rounds)
     volume = load.states_per_rank * load.map_bytes
     tree = (
         profile.collective_s
         + (rounds - far_rounds) * (profile.message_s + volume / profile.bytes_per_s)
         + far_rounds * (profile.node_message_s + volume / profile.node_bytes_per_s)
-        + (rounds - 1) * fold(1, 2 * load.states_per_rank)
+        + rounds * fold(1, 2 * load.states_per_rank)
         + (load.maps_per_rank - 1) * fold(2, 3)  # within a rank: composing, then folding through
     )
     return {"chain": chain, "all_gather": all_gather, "head_sharded": head_sharded, "tree": tree}

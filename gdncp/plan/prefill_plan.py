@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -14,7 +14,7 @@ from gdncp.plan.model import CpChunk, RankPlan, Segment, TokenRun
 PLAN_FORMAT = 1  # part of the digest: raise it whenever the same inputs begin to give other tables
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PrefillPlan:
     """Who computes what.  Made by `plan_prefill`; equal to another plan where their digests are.
 
@@ -39,14 +39,21 @@ class PrefillPlan:
     forget_below: float | None  # None: the default of the inputs' dtype
     require_reproducible: bool
     profile: cost.CostProfile
-    runs: tuple[TokenRun, ...] = field(repr=False)  # who holds which tokens, in token order
-    segments: tuple[Segment, ...] = field(repr=False)  # over all ranks: sequences in order, then segments in order
+    runs: tuple[TokenRun, ...]  # who holds which tokens, in token order
+    segments: tuple[Segment, ...]  # over all ranks: sequences in order, then segments in order
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PrefillPlan) and self.digest == other.digest
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return (
+            f"PrefillPlan(num_sequences={self.num_sequences}, num_tokens_total={self.num_tokens_total}, "
+            f"world_size={self.world_size}, ownership={self.ownership!r}, cp_chunk_len={self.cp_chunk_len}, "
+            f"fixup={self.fixup!r}, digest={self.digest[:12]!r})"
+        )
 
     @property
     def num_sequences(self) -> int:

@@ -1,0 +1,113 @@
+"""Agreement before data moves: small Python objects over the CPU, so that one rank's bad input raises on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from datetime import timedelta
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from gdncp.collectives.wire import backend_of, is_capturing, naming, world_group
+from gdncp.plan import PrefillPlan
+
+T = TypeVar("T")
+
+# Both die with the group they are keyed on, so a group made later, with the same ranks, starts afresh.
+_side_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+
+
+def agree(group: dist.ProcessGroup | None, payload: T) -> list[T]:
+    """Every rank's payload (anything that pickles), in the order of group ranks.  All ranks call it.
+
+    Goes over gloo on the CPU: the group's own, or a side group of the same ranks, made once.  Without torch.distributed
+    there is one rank.
+
+    Raises:
+        RuntimeError: a peer failed or did not arrive within the group's timeout.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return [payload]
+    group = world_group(group)
+    gathered: list[T | None] = [None] * dist.get_world_size(group)
+    with naming("agreement between ranks", group):
+        dist.all_gather_object(gathered, payload, group=_control_group(group))
+    return gathered  # type: ignore[return-value]
+
+
+def agree_or_raise(
+    group: dist.ProcessGroup | None, error: str | None, digest: str | None, facts: Mapping[str, Hashable]
+) -> None:
+    """Return on every rank, or raise the same ValueError on every rank.  All ranks call it.
+
+    Args:
+        error: what is wrong with this rank's input; None: nothing.
+        digest: the plan's; None: no plan.
+        facts: what the call was given and every rank must be given alike, such as scale, gate_space, dtype.
+
+    Raises:
+        ValueError: with the text of the first rank that has an error ("rank 2: ..."); or naming the first thing in
+            which ranks differ, and every rank's value.
+        RuntimeError: a peer failed or did not arrive within the group's timeout.
+    """
+    answers = agree(group, (error, digest, dict(facts)))
+    for rank, (text, _, _) in enumerate(answers):
+        if text is not None:
+            raise ValueError(text if len(answers) == 1 else f"rank {rank}: {text}")
+    _require_same("plan (by its digest)", [their_digest for _, their_digest, _ in answers])
+    for name in dict.fromkeys(name for _, _, theirs in answers for name in theirs):
+        _require_same(name, [theirs.get(name, "not given") for _, _, theirs in answers])
+
+
+def compare_digest_once(plan: PrefillPlan, group: dist.ProcessGroup | None = None) -> None:
+    """Raise ValueError on every rank unless all have this plan; asks once per plan and group.  All ranks call it.
+
+    Does nothing for a plan of one rank without a group, and nothing while a CUDA graph is captured: call it (or run
+    once) before.
+    """
+    if (group is None and plan.world_size == 1) or is_capturing():
+        return
+    group = world_group(group)
+    agreed = _agreed.setdefault(group, set())
+    if plan.digest not in agreed:
+        size = dist.get_world_size(group)
+        fits = size == plan.world_size
+        error = None if fits else f"group has {size} ranks; the plan was made for world_size={plan.world_size}"
+        agree_or_raise(group, error, plan.digest, {})
+        agreed.add(plan.digest)
+
+
+def _require_same(name: str, values: Sequence[Hashable]) -> None:
+    ranks_of: dict[Hashable, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_of.setdefault(value, []).append(rank)
+    if len(ranks_of) > 1:
+        said = "; ".join(f"{value!r} on rank {', '.join(map(str, ranks))}" for value, ranks in ranks_of.items())
+        raise ValueError(f"ranks differ in {name}: {said}; it must be the same on every rank")
+
+
+def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks that speaks gloo on the CPU."""
+    if backend_of(group, "cpu") == "gloo":
+        return group
+    side = _side_groups.get(group)
+    if side is None:
+        side = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=_timeout(group),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        _side_groups[group] = side
+    return side
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The group's timeout, which torch has no public name for; None: torch's default."""
+    try:
+        return group._get_backend(torch.device("cuda")).options._timeout
+    except (AttributeError, RuntimeError):
+        return None

@@ -1,0 +1,82 @@
+"""Stage 3: from every CP chunk's map to every CP chunk's entry state, along each sequence, across ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gdncp.backends.base import AffineMaps, Fold
+from gdncp.collectives import all_gather, chain, head_sharded, local, tree
+from gdncp.collectives.wire import Wire, world_group
+from gdncp.plan import PrefillPlan
+
+_Strategy = Callable[[Wire, PrefillPlan, int, AffineMaps, torch.Tensor, Fold], None]
+
+STRATEGIES: dict[str, _Strategy] = {
+    "chain": chain.run,
+    "all_gather": all_gather.run,
+    "head_sharded": head_sharded.run,
+    "tree": tree.run,
+}
+
+
+@dataclass(frozen=True)
+class FixupStats:
+    """What this rank put on the wire; an all-gather counts as one message to and from each other rank."""
+
+    strategy: str
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+def state_fixup(
+    plan: PrefillPlan,
+    rank: int,
+    maps: AffineMaps,
+    entry_states: torch.Tensor,
+    fold: Fold,
+    group: dist.ProcessGroup | None = None,
+) -> FixupStats:
+    """Fill the entry states of all CP chunks but the first of each sequence, in place.
+
+    Every rank of the group calls it, also one that holds nothing; where no sequence crosses ranks nothing is sent and
+    no group is needed.  Every strategy but "tree" gives bitwise the left fold, one map at a time in sequence order, of
+    `fold`; a first CP chunk's local state is its exit state and is taken as it is.
+
+    Args:
+        plan: says who holds what and, in `plan.fixup`, by which strategy.
+        rank: this rank within the group, `dist.get_rank(group)`.
+        maps: the rank's maps, `num_maps` rows or more, fp32; read only.
+        entry_states: [items, H, V, K] fp32, contiguous.  Rows of first CP chunks hold the initial states and are not
+            read or changed; whatever the other rows hold is overwritten.
+        fold: the backend's, the same on every rank.
+        group: None: the default group.
+
+    Raises:
+        ValueError: the group's size or rank is not the plan's; an unknown strategy; no backend for this device.
+        RuntimeError: an exchange failed; names the strategy, the original error chained.
+    """
+    if not plan.crosses_ranks:
+        local.run(plan, rank, maps, entry_states, fold)
+        return FixupStats("local")
+    if plan.fixup not in STRATEGIES:
+        raise ValueError(f"plan.fixup is {plan.fixup!r}; allowed where sequences cross ranks: {', '.join(STRATEGIES)}")
+    check_group(plan, rank, group)
+    wire = Wire(group, entry_states.device, f"state_fixup by {plan.fixup}")
+    STRATEGIES[plan.fixup](wire, plan, rank, maps, entry_states, fold)
+    return FixupStats(plan.fixup, wire.messages_sent, wire.messages_received, wire.bytes_sent, wire.bytes_received)
+
+
+def check_group(plan: PrefillPlan, rank: int, group: dist.ProcessGroup | None) -> None:
+    """ValueError unless the group is one that the plan was made for and `rank` is this process's place in it."""
+    group = world_group(group)
+    size, own = dist.get_world_size(group), dist.get_rank(group)
+    if size != plan.world_size:
+        raise ValueError(f"group has {size} ranks; the plan was made for world_size={plan.world_size}")
+    if own != rank:
+        raise ValueError(f"rank is {rank}; this process is rank {own} of the group")

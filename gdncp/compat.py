@@ -1,0 +1,78 @@
+"""flash-linear-attention's call, which transformers, vLLM and SGLang make: [B, T, H, D], natural-log gates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gdncp.flashinfer_api import chunk_gated_delta_rule as _packed
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    transpose_state_layout: bool = False,
+    **arguments: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """flash-linear-attention's `chunk_gated_delta_rule` (0.5, 0.6), forward only.
+
+    Args:
+        q, k, v: [B, T, H•, D].  With `cu_seqlens`, B is 1 and the sequences are packed; without, B sequences of T.
+        g: [B, T, H] natural logs of the forget gates; any float dtype.  None: no forgetting.
+        beta: [B, T, H], any float dtype.  None: ones.
+        initial_state: [N, H, K, V], or [N, H, V, K] with `transpose_state_layout`; final states come back alike, fp32.
+        cu_seqlens: [N+1] int32/int64.
+        arguments: keyword arguments of `gdncp.chunk_gated_delta_rule`, passed on.
+
+    Returns:
+        (output [B, T, H, V], final_state or None)
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    if not isinstance(q, torch.Tensor) or q.dim() != 4:
+        raise ValueError(f"q must have shape [B, T, H, D], got {getattr(q, 'shape', type(q).__name__)}")
+    batch, tokens = q.shape[:2]
+    if cu_seqlens is not None and batch != 1:
+        raise ValueError(f"q must have batch size 1 where cu_seqlens is given, got {batch}")
+    if cu_seqlens is None and batch != 1:
+        offsets = [i * tokens for i in range(batch + 1)]
+        arguments.setdefault("cu_seqlens_host", offsets)
+
+    def packed(name: str, x: torch.Tensor | None, *, gate: bool = False) -> torch.Tensor | None:
+        if x is None:
+            return None
+        if x.dim() != (3 if gate else 4) or x.shape[:2] != (batch, tokens):
+            raise ValueError(f"{name} must start with [B, T] = [{batch}, {tokens}] like q, got {tuple(x.shape)}")
+        x = x.flatten(0, 1).contiguous()
+        return x.to(torch.float32) if gate else x
+
+    def other_layout(states: torch.Tensor | None) -> torch.Tensor | None:
+        return states if states is None or transpose_state_layout else states.transpose(-1, -2)
+
+    result = _packed(
+        packed("q", q),  # type: ignore[arg-type]  # q is not None, so neither is this
+        packed("k", k),  # type: ignore[arg-type]
+        packed("v", v),  # type: ignore[arg-type]
+        packed("g", g, gate=True),
+        packed("beta", beta, gate=True),
+        scale,
+        other_layout(initial_state),
+        output_final_state,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        gate_space="log",
+        **arguments,
+    )
+    output, final_state = result if isinstance(result, tuple) else (result, None)
+    return output.unflatten(0, (batch, tokens)), other_layout(final_state)

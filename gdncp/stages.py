@@ -1,0 +1,223 @@
+"""The pipeline: summarise (stages 1 and 2), fixup (3), finish (4), each a function from the last one's result.
+
+Everything is validated before it comes here; see `gdncp.api` for the public calls.  Work is only enqueued.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from gdncp import collectives
+from gdncp.backends import AffineMaps, Backend, Sinks, TokenInputs
+from gdncp.layout import Layout, fold_on_device
+from gdncp.plan import PrefillPlan
+from gdncp.states import load_states, store_states
+from gdncp.work import WorkTable
+
+STAGES = ("precompute_t", "precompute_mn", "state_fixup", "cp_prefill")
+
+
+@dataclass(frozen=True, eq=False)
+class StateIO:
+    """Where initial states come from and final states go; rows are `slots[sequence]`, or the sequence without slots."""
+
+    source: torch.Tensor | None  # None: zeros
+    destination: torch.Tensor | None  # None: final states are not wanted
+    slots: torch.Tensor | None  # [N] int64
+    share: bool = False  # every sequence's final state on every rank, not only on its owner
+
+    def rows(self, sequences: torch.Tensor) -> torch.Tensor:
+        return sequences if self.slots is None else self.slots.index_select(0, sequences)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One validated prefill on one rank."""
+
+    layout: Layout
+    backend: Backend
+    inputs: TokenInputs
+    states: StateIO
+    forget_below: float
+    output: torch.Tensor  # [T, H, V]
+    checkpoints: torch.Tensor | None  # [rows, H, V, K], any state dtype
+    plan: PrefillPlan | None = None  # None: lengths are only on the device, world size 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    timer: StageTimer = field(default_factory=lambda: StageTimer(enabled=False, device=torch.device("cpu")))
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return self.inputs.num_state_heads, self.inputs.v.shape[2], self.inputs.k.shape[2]
+
+
+@dataclass(frozen=True, eq=False)
+class Summary:
+    """What stages 1 and 2 leave: every CP chunk reduced to its affine map, nothing communicated yet."""
+
+    call: Call
+    tiles: tuple[Any, ...]  # per lane, the backend's own
+    entry_states: torch.Tensor  # [items (+ 1 spare), H, V, K] fp32; rows that start a sequence are filled
+    maps: AffineMaps | None  # None: no sequence has two CP chunks
+
+
+@dataclass(frozen=True, eq=False)
+class EntryStates:
+    """The state that enters each CP chunk of this rank."""
+
+    summary: Summary
+    states: torch.Tensor  # [items (+ 1 spare), H, V, K] fp32
+    stats: collectives.FixupStats
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillResult:
+    """A rank's share of a prefill."""
+
+    output: torch.Tensor  # [T, H, V], this rank's tokens, dtype of q
+    final_state: torch.Tensor | None  # [N, H, V, K], or the state pool
+    checkpoints: torch.Tensor | None  # [rows of this rank, H, V, K]
+    fixup: collectives.FixupStats  # what this rank sent and received in stage 3
+    entry: EntryStates  # for reports: maps, entry states, inputs
+    timer: StageTimer
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds per stage, for a call with `timed=True`; waits for the device."""
+        return self.timer.seconds()
+
+
+class StageTimer:
+    """Device events on CUDA, a clock on the CPU; nothing at all unless enabled."""
+
+    def __init__(self, *, enabled: bool, device: torch.device):
+        self._enabled, self._cuda = enabled, device.type == "cuda"
+        self._marks: dict[str, tuple[Any, Any]] = {}
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        if not self._enabled:
+            yield
+            return
+        start = self._now()
+        yield
+        self._marks[name] = (start, self._now())
+
+    def seconds(self) -> dict[str, float]:
+        if not self._cuda:
+            return {name: stop - start for name, (start, stop) in self._marks.items()}
+        torch.cuda.synchronize()
+        return {name: start.elapsed_time(stop) / 1e3 for name, (start, stop) in self._marks.items()}
+
+
+def summarise(call: Call) -> Summary:
+    """Stages 1 and 2 on every lane."""
+    layout, device = call.layout, call.inputs.q.device
+    spare = layout.num_sequence_items is not None
+    entry_states = torch.empty(layout.num_items + spare, *call.state_shape, dtype=torch.float32, device=device)
+    first = call.states.rows(layout.first_sequences)
+    load_states(call.states.source, first, entry_states, layout.first_rows)
+
+    with call.timer.stage("precompute_t"):
+        tiles = _on_lanes(call, lambda _, table: call.backend.precompute_t(call.inputs, table))
+    maps = None
+    if layout.has_maps:
+        heads, v_dim, k_dim = call.state_shape
+        maps = AffineMaps.empty(layout.num_maps + spare, heads, k_dim, v_dim, device)
+    with call.timer.stage("precompute_mn"):
+        if maps is not None:
+            _on_lanes(
+                call,
+                lambda lane, table: call.backend.precompute_mn(
+                    call.inputs, tiles[lane], table, entry_states, maps, call.forget_below
+                ),
+            )
+    return Summary(call, tiles, entry_states, maps)
+
+
+def fixup(summary: Summary) -> EntryStates:
+    """Stage 3: every entry state, across lanes and ranks.  A data collective only where something crosses ranks."""
+    call, maps = summary.call, summary.maps
+    stats = collectives.FixupStats("local")
+    with call.timer.stage("state_fixup"):
+        if call.plan is None:
+            if maps is not None:
+                fold_on_device(call.layout, maps, summary.entry_states, call.backend.fold)
+        else:
+            if maps is None:  # a rank may pass nothing on and still receive
+                heads, v_dim, k_dim = call.state_shape
+                maps = AffineMaps.empty(0, heads, k_dim, v_dim, call.inputs.q.device)
+            stats = collectives.state_fixup(
+                call.plan, call.rank, maps, summary.entry_states, call.backend.fold, call.group
+            )
+    return EntryStates(summary, summary.entry_states, stats)
+
+
+def finish(entry: EntryStates) -> PrefillResult:
+    """Stage 4 on every lane, then states and checkpoints in the caller's dtypes."""
+    summary = entry.summary
+    call, layout = summary.call, summary.call.layout
+    device = call.inputs.q.device
+
+    def rows(count: int) -> torch.Tensor:  # one more: the dump row of `WorkTable`
+        return torch.empty(count + 1, *call.state_shape, dtype=torch.float32, device=device)
+
+    sinks = Sinks(call.output, rows(layout.num_final), rows(layout.num_checkpoints) if layout.num_checkpoints else None)
+    if sinks.checkpoints is not None and call.plan is None:  # rows that no sequence earns keep what they held
+        assert call.checkpoints is not None
+        sinks.checkpoints[:-1].copy_(call.checkpoints)
+    with call.timer.stage("cp_prefill"):
+        _on_lanes(
+            call,
+            lambda lane, table: call.backend.cp_prefill(call.inputs, summary.tiles[lane], table, entry.states, sinks),
+        )
+    if sinks.checkpoints is not None:
+        assert call.checkpoints is not None
+        call.checkpoints.copy_(sinks.checkpoints[:-1])
+    if call.states.destination is not None:
+        final, sequences = sinks.final_states[:-1], layout.final_sequences
+        if call.states.share and call.plan is not None:
+            final = collectives.share_final_states(call.plan, call.rank, final, call.group)
+            sequences = torch.arange(final.shape[0], device=device)
+        store_states(final, call.states.destination, call.states.rows(sequences))
+    return PrefillResult(call.output, call.states.destination, call.checkpoints, entry.stats, entry, call.timer)
+
+
+_LANE_STREAMS: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+
+
+def _on_lanes(call: Call, run: Callable[[int, WorkTable], Any]) -> tuple[Any, ...]:
+    """`run` for every lane: on CUDA lane 0 on the current stream and the others beside it, joined before return."""
+    tables, device = call.layout.tables, call.inputs.q.device
+    if device.type != "cuda" or len(tables) < 2:
+        return tuple(run(lane, table) for lane, table in enumerate(tables))
+    current = torch.cuda.current_stream(device)
+    results = []
+    for lane, table in enumerate(tables):
+        if lane == 0:
+            stream = current
+        else:
+            stream = _LANE_STREAMS.setdefault((device, lane), torch.cuda.Stream(device))
+            stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            results.append(run(lane, table))
+    for lane in range(1, len(tables)):
+        current.wait_stream(_LANE_STREAMS[(device, lane)])
+    return tuple(results)
+
+
+FinalState = Literal["owner", "all"]

@@ -1,0 +1,48 @@
+"""flash-linear-attention's call: shapes, log gates and state layouts."""
+
+import pytest
+
+import gdncp
+from gdncp import compat
+from tests.numeric import assert_within, cu, random_state, random_tokens
+
+B, T, H, D = 2, 70, 2, 32
+
+
+def batch():
+    tokens = random_tokens(B * T, dim=D)
+    tokens["g"] = tokens["g"].log()
+    return tokens, {name: x.unflatten(0, (B, T)) for name, x in tokens.items()}
+
+
+@pytest.mark.parametrize("state_is_vk", [False, True])
+def test_a_batch_of_equal_lengths(state_is_vk):
+    packed, batched = batch()
+    initial = random_state(B, H, D)
+    given = initial if state_is_vk else initial.transpose(-1, -2).contiguous()
+    output, final = compat.chunk_gated_delta_rule(
+        **batched, initial_state=given, output_final_state=True, transpose_state_layout=state_is_vk
+    )
+    expected = gdncp.gated_delta_rule_reference(**packed, initial_state=initial, seq_lens=[T] * B, gate_space="log")
+    assert output.shape == (B, T, H, D)
+    assert_within(output.transpose(1, 2), expected.output.unflatten(0, (B, T)).transpose(1, 2), 2e-5)
+    assert_within(final if state_is_vk else final.transpose(-1, -2), expected.final_state, 2e-5)
+
+
+def test_packed_sequences_and_narrow_gates():
+    packed, _ = batch()
+    packed["beta"] = packed["beta"].bfloat16()
+    output, final = compat.chunk_gated_delta_rule(**{n: x[None] for n, x in packed.items()}, cu_seqlens=cu([50, 90]))
+    assert final is None
+    expected = gdncp.gated_delta_rule_reference(
+        **{**packed, "beta": packed["beta"].float()}, seq_lens=[50, 90], gate_space="log"
+    )
+    assert_within(output.transpose(1, 2), expected.output[None].transpose(1, 2), 2e-5)
+
+
+def test_a_batch_with_cu_seqlens_is_refused():
+    _, batched = batch()
+    with pytest.raises(ValueError, match="q must have batch size 1 where cu_seqlens is given, got 2"):
+        compat.chunk_gated_delta_rule(**batched, cu_seqlens=cu([T, T]))
+    with pytest.raises(ValueError, match=r"q must have shape \[B, T, H, D\]"):
+        compat.chunk_gated_delta_rule(**{n: x[0] for n, x in batched.items()})

@@ -1,0 +1,299 @@
+"""Same bits for any world size, ownership on the grid, number of lanes and order-preserving fixup; and right ones.
+
+Real processes; the reference is one process, one lane, and the float64 oracle once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gdncp
+from tests.conftest import TARGETS
+from tests.distributed.ranks import run_ranks
+from tests.numeric import TOLERANCE, assert_output, assert_within, random_state, random_tokens
+
+HEADS, DIM, LENGTH, EVERY = (1, 1, 2), 32, 64, 128
+BATCHES = {
+    "one long": [24 * LENGTH + 13],  # three CP chunks a rank on 8 ranks
+    "varlen": [9 * LENGTH, 0, 5 * LENGTH + 1, 3, 11 * LENGTH + 40, 0],
+}
+
+
+@lru_cache(maxsize=8)
+def batch(name: str, gates: str, dtype: torch.dtype) -> tuple[list[int], dict[str, torch.Tensor], torch.Tensor]:
+    seq_lens = BATCHES[name]
+    tokens = random_tokens(sum(seq_lens), HEADS, DIM, gates=gates, dtype=dtype, beta_max=2.0)
+    return seq_lens, tokens, random_state(len(seq_lens), max(HEADS), DIM)
+
+
+def plan_for(seq_lens, world_size: int, **choices: Any) -> gdncp.PrefillPlan:
+    q, k, v = HEADS
+    return gdncp.plan_prefill(
+        seq_lens, world_size=world_size, num_q_heads=q, num_k_heads=k, num_v_heads=v, head_dim=DIM,
+        cp_chunk_len=LENGTH, checkpoint_every_n_tokens=EVERY, **choices,
+    )  # fmt: skip
+
+
+def run_share(rank: int, plan, name, gates, dtype, target, arguments) -> dict[str, torch.Tensor]:
+    """One rank's call on its own tokens; results on the CPU, with the global rows they are."""
+    device, backend = target
+    _, tokens, initial = batch(name, gates, dtype)
+    ranges = plan.token_ranges(rank)
+    own = {n: torch.cat([x[a:b] for a, b in ranges] or [x[:0]]).to(device) for n, x in tokens.items()}
+    result = gdncp.prefill(plan, **own, initial_state=initial.to(device), backend=backend, **arguments)
+    rows = list(plan.checkpoint_rows(rank))
+    checkpoints = result.checkpoints if rows else torch.empty(0, max(HEADS), DIM, DIM)
+    return {
+        "output": result.output.cpu(),
+        "final_state": result.final_state.cpu(),
+        "checkpoints": checkpoints.cpu(),
+    }
+
+
+def gather(plan, shares) -> dict[str, torch.Tensor]:
+    """The whole batch's results from every rank's share."""
+    output = torch.empty(plan.num_tokens_total, *shares[0]["output"].shape[1:], dtype=shares[0]["output"].dtype)
+    checkpoints = torch.empty(plan.num_checkpoints, *shares[0]["checkpoints"].shape[1:])
+    for rank, share in enumerate(shares):
+        held = share["output"].split([b - a for a, b in plan.token_ranges(rank)])
+        for (a, b), rows in zip(plan.token_ranges(rank), held, strict=True):
+            output[a:b] = rows
+        checkpoints[list(plan.checkpoint_rows(rank))] = share["checkpoints"]
+    final = torch.stack([shares[plan.final_state_owner(i)]["final_state"][i] for i in range(plan.num_sequences)])
+    return {"output": output, "final_state": final, "checkpoints": checkpoints}
+
+
+@lru_cache(maxsize=16)
+def alone(name: str, gates: str, dtype: torch.dtype, target) -> dict[str, torch.Tensor]:
+    """World size 1, one lane; held against the oracle."""
+    seq_lens, tokens, initial = batch(name, gates, dtype)
+    plan = plan_for(seq_lens, 1)
+    result = gather(plan, [run_share(0, plan, name, gates, dtype, target, {"forget_below": 0.0})])
+    expected = gdncp.gated_delta_rule_reference(
+        **tokens, seq_lens=seq_lens, initial_state=initial, checkpoint_every_n_tokens=EVERY
+    )
+    tol = TOLERANCE[dtype] if dtype == torch.float32 else 1e-2  # beta to 2
+    assert_output(result["output"], expected.output, seq_lens, tol)
+    assert_within(result["final_state"], expected.final_state, tol, what="final state")
+    assert_within(result["checkpoints"], expected.checkpoints, tol, what="checkpoints")
+    return result
+
+
+def uneven(seq_lens, world_size: int) -> list[list[tuple[int, int]]]:
+    """Explicit ranges on the grid: uneven, scattered shares, and a last rank that holds nothing."""
+    cuts, start = [0], 0
+    for n in seq_lens:
+        cuts += [start + m for m in range(3 * LENGTH, n, 3 * LENGTH)] + [start + n]
+        start += n
+    cuts = sorted(set(cuts))
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
+    for i, piece in enumerate(pairwise(cuts)):
+        ranges[(i * i) % max(1, world_size - 1)].append(piece)
+    return ranges
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    for name in a:
+        assert torch.equal(a[name], b[name]), f"{name} differs"
+
+
+CONFIGURATIONS = [  # world size, ownership, fixup, lanes, gates, batch, final_state
+    (1, "contiguous", "auto", 2, "never", "varlen", "owner"),
+    (1, "contiguous", "auto", 4, "mixed", "one long", "all"),
+    (2, "contiguous", "chain", 1, "never", "one long", "owner"),
+    (2, "zigzag", "all_gather", 2, "mixed", "varlen", "all"),
+    (3, "contiguous", "all_gather", 1, "never", "varlen", "all"),
+    (3, "uneven", "chain", 3, "never", "varlen", "owner"),
+    (3, "zigzag", "head_sharded", 1, "resets", "one long", "owner"),  # two heads: one rank holds none
+    (4, "zigzag", "chain", 1, "never", "one long", "all"),
+    (4, "uneven", "head_sharded", 2, "mixed", "varlen", "owner"),
+    (4, "contiguous", "head_sharded", 4, "never", "one long", "owner"),
+    (8, "contiguous", "chain", 1, "never", "one long", "owner"),
+    (8, "contiguous", "head_sharded", 1, "never", "varlen", "all"),
+    (8, "zigzag", "all_gather", 2, "never", "one long", "owner"),
+    (8, "uneven", "all_gather", 1, "resets", "varlen", "owner"),
+]
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: "-".join(map(str, c)))
+@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[2]])
+def test_same_bits_as_one_rank(configuration, target):
+    world_size, ownership, fixup, lanes, gates, name, final_state = configuration
+    dtype = torch.float32
+    seq_lens, _, _ = batch(name, gates, dtype)
+    ranges = uneven(seq_lens, world_size) if ownership == "uneven" else ownership
+    plan = plan_for(seq_lens, world_size, ownership=ranges, fixup=fixup, lanes_per_rank=lanes)
+    assert plan.reproducible
+    arguments = {"forget_below": 0.0, "final_state": final_state, "check": True}
+    shares = run_ranks(run_share, world_size, plan, name, gates, dtype, target, arguments)
+    reference = alone(name, gates, dtype, target)
+    same(gather(plan, shares), reference)
+    if final_state == "all":
+        for share in shares:
+            assert torch.equal(share["final_state"], reference["final_state"])
+    else:
+        for rank, share in enumerate(shares):
+            others = [i for i in range(len(seq_lens)) if plan.final_state_owner(i) != rank]
+            assert not share["final_state"][others].any(), "rows of other owners stay zeros"
+
+
+@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[2]])
+def test_forgetting_and_narrow_inputs_keep_the_bits(target):
+    """What is dropped is decided per CP chunk and head, so it does not depend on ranks either."""
+    name, gates, dtype = "varlen", "strong", torch.bfloat16
+    seq_lens, _, _ = batch(name, gates, dtype)
+    one, four = plan_for(seq_lens, 1), plan_for(seq_lens, 4, ownership="zigzag", fixup="chain")
+    single = gather(one, [run_share(0, one, name, gates, dtype, target, {})])
+    shares = run_ranks(run_share, 4, four, name, gates, dtype, target, {})
+    same(gather(four, shares), single)
+
+
+def _tree_share(rank: int, plan, target) -> dict[str, torch.Tensor]:
+    return run_share(rank, plan, "one long", "never", torch.float32, target, {"forget_below": 0.0})
+
+
+@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[2]])
+def test_the_tree_is_right_but_outside_the_promise(target):
+    plan = plan_for(BATCHES["one long"], 4, fixup="tree")
+    assert not plan.reproducible
+    result = gather(plan, run_ranks(_tree_share, 4, plan, target))
+    seq_lens, tokens, initial = batch("one long", "never", torch.float32)
+    expected = gdncp.gated_delta_rule_reference(**tokens, seq_lens=seq_lens, initial_state=initial)
+    assert_output(result["output"], expected.output, seq_lens, 2e-5)
+    assert_within(result["final_state"], expected.final_state, 2e-5)
+
+
+def _off_grid_share(rank: int, plan, target) -> dict[str, torch.Tensor]:
+    return run_share(rank, plan, "varlen", "never", torch.float32, target, {"forget_below": 0.0})
+
+
+@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[2]])
+def test_cuts_off_the_grid_put_checkpoints_inside_tiles(target):
+    seq_lens, tokens, initial = batch("varlen", "never", torch.float32)
+    total = sum(seq_lens)
+    cuts = [0, 101, 390, 391, 777, total]
+    ranges = [[(a, b)] for a, b in pairwise(cuts)]
+    plan = plan_for(seq_lens, 3, ownership=[ranges[0] + ranges[3], ranges[1] + ranges[4], ranges[2]], fixup="chain")
+    assert not plan.reproducible
+    result = gather(plan, run_ranks(_off_grid_share, 3, plan, target))
+    expected = gdncp.gated_delta_rule_reference(
+        **tokens, seq_lens=seq_lens, initial_state=initial, checkpoint_every_n_tokens=EVERY
+    )
+    assert_output(result["output"], expected.output, seq_lens, 2e-5)
+    assert_within(result["final_state"], expected.final_state, 2e-5)
+    assert_within(result["checkpoints"], expected.checkpoints, 2e-5)
+
+
+# ---- a rank's bad input, groups, and what is sent
+
+
+def _one_bad_rank(rank: int, plan) -> str:
+    tokens = random_tokens(plan.num_tokens(rank), HEADS, DIM)
+    if rank == 2:
+        tokens["g"] = tokens["g"] - 2.0
+    try:
+        gdncp.prefill(plan, **tokens, check=True)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_one_ranks_bad_input_raises_on_every_rank():
+    plan = plan_for([1000], 4)
+    messages = run_ranks(_one_bad_rank, 4, plan)
+    assert all("rank 2" in m and "g must be linear" in m for m in messages), messages
+
+
+def _different_calls(rank: int, plan, what: str) -> str:
+    tokens = random_tokens(plan.num_tokens(rank), HEADS, DIM)
+    try:
+        if what == "scale":
+            gdncp.prefill(plan, **tokens, check=True, scale=0.5 if rank else 0.25)
+        else:
+            other = plan_for([1000], 2, fixup="chain" if rank else "all_gather")
+            gdncp.prefill(other, **tokens)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("what", ["scale", "digest"])
+def test_calls_that_differ_are_named_on_every_rank(what):
+    messages = run_ranks(_different_calls, 2, plan_for([1000], 2), what)
+    assert all(what in m for m in messages), messages
+
+
+def _public_call(rank: int, seq_lens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FlashInfer's call on a sub-group whose global ranks are not 0 ... W−1."""
+    members = [3, 1]
+    group = dist.new_group(members, use_local_synchronization=True) if rank in members else None
+    if group is None:
+        return None
+    plan = plan_for(seq_lens, 2)
+    own = dist.get_rank(group)
+    _, tokens, initial = batch("varlen", "weak", torch.float32)
+    start, stop = plan.token_ranges(own)[0][0], plan.token_ranges(own)[-1][1]
+    starts = torch.tensor([0, *torch.tensor([n // EVERY for n in seq_lens]).cumsum(0).tolist()])
+    rows = torch.full((len(plan.checkpoint_rows(own)), max(HEADS), DIM, DIM), torch.nan)
+    output, final = gdncp.chunk_gated_delta_rule(
+        **{n: x[start:stop].contiguous() for n, x in tokens.items()}, initial_state=initial, output_final_state=True,
+        cu_seqlens_host=[0, *torch.tensor(seq_lens).cumsum(0).tolist()], group=group, _cp_chunk_len=LENGTH,
+        state_checkpoints=rows, checkpoint_cu_starts=starts, checkpoint_every_n_tokens=EVERY,
+    )  # fmt: skip
+    return output, final, rows
+
+
+def test_flashinfers_call_on_a_sub_group():
+    seq_lens, tokens, initial = batch("varlen", "weak", torch.float32)
+    shares = run_ranks(_public_call, 4, seq_lens)
+    first, second = shares[1], shares[3]  # group ranks follow global ranks
+    expected = gdncp.gated_delta_rule_reference(
+        **tokens, seq_lens=seq_lens, initial_state=initial, checkpoint_every_n_tokens=EVERY
+    )
+    assert_output(torch.cat([first[0], second[0]]), expected.output, seq_lens, 2e-5)
+    assert_within(first[1] + second[1], expected.final_state, 2e-5)  # each row on one owner, zeros elsewhere
+    assert_within(torch.cat([first[2], second[2]]), expected.checkpoints, 2e-5)
+
+
+def _few_tokens(rank: int, seq_lens, world_size: int) -> dict[str, torch.Tensor]:
+    q, k, v = HEADS
+    plan = gdncp.plan_prefill(
+        seq_lens, world_size=world_size, num_q_heads=q, num_k_heads=k, num_v_heads=v, head_dim=DIM
+    )
+    tokens = random_tokens(sum(seq_lens), HEADS, DIM)
+    own = {n: torch.cat([x[a:b] for a, b in plan.token_ranges(rank)] or [x[:0]]) for n, x in tokens.items()}
+    result = gdncp.prefill(plan, **own, final_state="all", check=True)
+    return {"plan": plan, "output": result.output, "final_state": result.final_state, "sent": result.fixup.bytes_sent}
+
+
+@pytest.mark.parametrize("seq_lens", [[10], [2], [0, 0], [3, 0, 4], [100, 100, 100]], ids=str)
+def test_fewer_tokens_than_ranks(seq_lens):
+    shares = run_ranks(_few_tokens, 3, seq_lens, 3)
+    plan = shares[0]["plan"]
+    expected = gdncp.gated_delta_rule_reference(**random_tokens(sum(seq_lens), HEADS, DIM), seq_lens=seq_lens)
+    start = 0
+    output = torch.empty(sum(seq_lens), max(HEADS), DIM)
+    for rank, share in enumerate(shares):
+        held = share["output"].split([b - a for a, b in plan.token_ranges(rank)])
+        for (a, b), rows in zip(plan.token_ranges(rank), held, strict=True):
+            output[a:b] = rows
+            start += b - a
+        assert_within(share["final_state"], expected.final_state, 2e-5)
+        if not plan.crosses_ranks:
+            assert share["sent"] == 0
+    assert start == sum(seq_lens)
+    assert_output(output, expected.output, seq_lens, 2e-5)
+
+
+@pytest.mark.gpu
+def test_one_nccl_rank():
+    plan, target = plan_for(BATCHES["varlen"], 1), ("cuda", "triton")
+    arguments = {"forget_below": 0.0, "check": True, "final_state": "all"}
+    result = run_ranks(run_share, 1, plan, "varlen", "never", torch.float32, target, arguments, backend="nccl")
+    same(gather(plan, result), alone("varlen", "never", torch.float32, target))
