@@ -39,7 +39,10 @@ def agree(group: dist.ProcessGroup | None, payload: T) -> list[T]:
 
 
 def agree_or_raise(
-    group: dist.ProcessGroup | None, error: str | None, digest: str | None, facts: Mapping[str, Hashable]
+    group: dist.ProcessGroup | None,
+    error: Exception | str | None,
+    digest: str | None,
+    facts: Mapping[str, Hashable],
 ) -> None:
     """Return on every rank, or raise the same ValueError on every rank.  All ranks call it.
 
@@ -53,7 +56,7 @@ def agree_or_raise(
             which ranks differ, and every rank's value.
         RuntimeError: a peer failed or did not arrive within the group's timeout.
     """
-    answers = agree(group, (error, digest, dict(facts)))
+    answers = agree(group, (None if error is None else str(error), digest, dict(facts)))
     for rank, (text, _, _) in enumerate(answers):
         if text is not None:
             raise ValueError(text if len(answers) == 1 else f"rank {rank}: {text}")
@@ -65,6 +68,7 @@ def agree_or_raise(
 def compare_digest_once(plan: PrefillPlan, group: dist.ProcessGroup | None = None) -> None:
     """Raise ValueError on every rank unless all have this plan; asks once per plan and group.  All ranks call it.
 
+    Ranks that later mix up plans that they agreed on before are not found here; `agree_or_raise` in every call does.
     Does nothing for a plan of one rank without a group, and nothing while a CUDA graph is captured: call it (or run
     once) before.
     """

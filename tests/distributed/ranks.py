@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -21,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 DEADLINE = 60.0  # seconds: a deadlocked exchange fails the test instead of hanging CI
-_GRACE = 3.0  # once one rank failed, how long the others may take to say what they saw
+_GRACE = 1.0  # once one rank failed, how long the others may take to say what they saw
 
-# a rank starts in 0.1 s; under spawn, about 3 s.  `use_deterministic_algorithms` would import the third, for 2 s
+# a rank starts in 0.1 s; under spawn, about 3 s.  `use_deterministic_algorithms` imports the third, for another 2 s
 multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._inductor.config", "pytest"])
 _processes = multiprocessing.get_context("forkserver")
 
@@ -38,6 +39,24 @@ class Outcome:
 
 
 def _serve(rank: int, world_size: int, backend: str, rendezvous: str, calls: Connection) -> None:
+    failure = None
+    try:
+        _join(rank, world_size, backend, rendezvous)
+    except Exception:
+        failure = Outcome(error=traceback.format_exc(), at=time.monotonic())
+    while True:
+        try:
+            body, args = calls.recv()
+        except EOFError:
+            return  # the test process has gone or is done with this pool
+        try:
+            outcome = failure or Outcome(body(rank, *args))
+        except Exception:
+            outcome = Outcome(error=traceback.format_exc(), at=time.monotonic())
+        calls.send(outcome)
+
+
+def _join(rank: int, world_size: int, backend: str, rendezvous: str) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty comes back full of NaN
     if torch.cuda.is_available():
@@ -46,16 +65,6 @@ def _serve(rank: int, world_size: int, backend: str, rendezvous: str, calls: Con
     dist.init_process_group(
         backend, f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=DEADLINE)
     )
-    while True:
-        try:
-            body, args = calls.recv()
-        except EOFError:
-            return  # the test process has gone or is done with this pool
-        try:
-            outcome = Outcome(body(rank, *args))
-        except Exception:
-            outcome = Outcome(error=traceback.format_exc(), at=time.monotonic())
-        calls.send(outcome)
 
 
 class RankPool:
@@ -80,7 +89,8 @@ class RankPool:
         """What became of `body(rank, *args)` on every rank; `body` is a function of a module."""
         outcomes: list[Outcome | None] = [None] * len(self._calls)
         for call in self._calls:
-            call.send((body, args))
+            with suppress(BrokenPipeError):  # a rank that died between calls: the answer is an end of file
+                call.send((body, args))
         end = time.monotonic() + 2 * DEADLINE
         while missing := [call for call, outcome in zip(self._calls, outcomes, strict=True) if outcome is None]:
             answered = wait(missing, timeout=max(0.0, end - time.monotonic()))
@@ -91,7 +101,7 @@ class RankPool:
                 rank = self._calls.index(call)
                 try:
                     outcomes[rank] = call.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     self._ranks[rank].join()
                     outcomes[rank] = Outcome(
                         error=f"rank {rank} died with exit code {self._ranks[rank].exitcode}", at=time.monotonic()

@@ -18,6 +18,7 @@ from tests.distributed.affine import (
     V_DIM,
     BlockFold,
     Problem,
+    fold_for,
     make_plan,
     make_problem,
     random_ranges,
@@ -51,7 +52,7 @@ def _fix(
 ) -> FixupStats:
     maps, entry_states, expected = rank_share(plan, rank, problem or make_problem(plan))
     given = maps.transition.clone(), maps.local_state.clone()
-    stats = state_fixup(plan, rank, maps, entry_states, BlockFold(), group)
+    stats = state_fixup(plan, rank, maps, entry_states, fold_for(maps.transition.device.type), group)
     if plan.fixup == "tree":
         error = (entry_states - expected).norm() / expected.norm().clamp(min=1e-30)
         assert error <= TREE_TOL or entry_states.numel() == 0, f"off by {error}"
@@ -63,7 +64,7 @@ def _fix(
     return stats
 
 
-def _fix_all(rank: int, world_size: int, device: str = "cpu") -> None:
+def fix_all(rank: int, world_size: int, device: str = "cpu") -> None:
     for seq_lens in (LONG, MANY, [1, 0]):
         for ownership in _ownerships(seq_lens, world_size):
             problem = make_problem(make_plan(seq_lens, world_size, ownership), device)
@@ -78,7 +79,7 @@ def _fix_all(rank: int, world_size: int, device: str = "cpu") -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES, ids="ranks{}".format)
 def test_entry_states_have_the_bits_of_one_left_fold(world_size):
-    run_ranks(_fix_all, world_size, world_size)
+    run_ranks(fix_all, world_size, world_size)
 
 
 def _stats(rank: int, plan: PrefillPlan) -> FixupStats:
@@ -185,6 +186,7 @@ def test_a_plan_of_one_rank_needs_no_group():
     plan = make_plan(MANY, 1)
     assert _fix(0, plan) == FixupStats("local")
     _share(0, plan)
+    _fix(0, make_plan([64 * (n % 5) for n in range(90)], 1))  # more sequences than are folded at once
 
 
 def _fix_in_wrong_group(rank: int) -> list[str]:

@@ -1,0 +1,117 @@
+"""Agreement: what is wrong on one rank is raised on every rank, in the same words."""
+
+from __future__ import annotations
+
+import gc
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from gdncp.collectives import agree, agree_or_raise, agreement, compare_digest_once
+from tests.distributed.affine import make_plan
+from tests.distributed.ranks import run_ranks
+
+FACTS = {"scale": 0.125, "gate_space": "linear", "dtype": "bfloat16"}
+
+
+def _agree_or_say(rank: int, errors: dict[int, str], digests: dict[int, str], facts: dict[int, dict[str, Any]]) -> str:
+    try:
+        agree_or_raise(None, errors.get(rank), digests.get(rank, "abc"), facts.get(rank, FACTS))
+    except ValueError as error:
+        return str(error)
+    return "agreed"
+
+
+@pytest.mark.parametrize(
+    ("errors", "digests", "facts", "expected"),
+    [
+        ({}, {}, {}, "agreed"),
+        ({2: "g has a NaN"}, {}, {}, "rank 2: g has a NaN"),
+        ({2: "late", 1: "early"}, {0: "xyz"}, {}, "rank 1: early"),
+        ({}, {1: "xyz"}, {}, "ranks differ in plan (by its digest): 'abc' on rank 0, 2; 'xyz' on rank 1"),
+        ({}, {}, {0: {**FACTS, "scale": 1.0}}, "ranks differ in scale: 1.0 on rank 0; 0.125 on rank 1, 2"),
+        ({}, {}, {2: {"scale": 0.125}}, "ranks differ in gate_space: 'linear' on rank 0, 1; 'not given' on rank 2"),
+        ({}, {}, {2: {**FACTS, "fold_span": 2}}, "ranks differ in fold_span: 'not given' on rank 0, 1; 2 on rank 2"),
+    ],
+)
+def test_every_rank_says_the_same(errors, digests, facts, expected):
+    said = run_ranks(_agree_or_say, 3, errors, digests, facts)
+    assert len(set(said)) == 1
+    assert said[0].startswith(expected)
+
+
+def test_one_process_agrees_with_itself():
+    assert agree(None, 7) == [7]
+    agree_or_raise(None, None, "abc", FACTS)
+    with pytest.raises(ValueError, match=r"^g has a NaN$"):
+        agree_or_raise(None, "g has a NaN", "abc", FACTS)
+    compare_digest_once(make_plan([100], 1))
+
+
+def _compare_often(rank: int) -> int:
+    """How often ranks were asked."""
+    asked = []
+    real = agreement.agree
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "agree", lambda *args: asked.append(args) or real(*args))
+        plan, other = make_plan([1000], 2), make_plan([1001], 2)
+        for _ in range(3):
+            compare_digest_once(plan)
+            compare_digest_once(other)
+        compare_digest_once(make_plan([1000], 2))  # another object, the same plan
+        assert len(asked) == 2
+        for _ in range(2):  # a new group starts afresh, also one of the same ranks
+            group = dist.new_group([0, 1])
+            compare_digest_once(plan, group)
+            compare_digest_once(plan, group)
+            dist.destroy_process_group(group)
+            del group
+            gc.collect()
+        patch.setattr(agreement, "is_capturing", lambda: True)
+        compare_digest_once(make_plan([1002], 2))
+    return len(asked)
+
+
+def test_a_plan_is_compared_once_per_group():
+    assert run_ranks(_compare_often, 2) == [4, 4]
+
+
+def _compare_different(rank: int, lengths: list[int], world_size: int) -> list[str]:
+    said = []
+    for _ in range(2):  # what was refused is not remembered as agreed
+        try:
+            compare_digest_once(make_plan([lengths[rank]], world_size))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_ranks_with_different_plans_are_refused():
+    said = run_ranks(_compare_different, 2, [2000, 2001], 2)
+    assert said[0] == said[1] and len(said[0]) == 2
+    assert "ranks differ in plan (by its digest)" in said[0][0]
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused():
+    said = run_ranks(_compare_different, 2, [2000, 2000], 4)
+    assert said == [["rank 0: group has 2 ranks; the plan was made for world_size=4"] * 2] * 2
+
+
+def _agree_on_the_side(rank: int) -> int:
+    """As under NCCL, which has no CPU backend: in a sub-group, whose members alone take part."""
+    group = dist.new_group([1, 3], timeout=timedelta(seconds=20))
+    made = []
+    real = dist.new_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "backend_of", lambda group, device_type: "nccl")
+        patch.setattr(dist, "new_group", lambda *args, **kwargs: made.append(args) or real(*args, **kwargs))
+        if rank in (1, 3):
+            assert agree(group, rank) == [1, 3]
+            assert agree(group, -rank) == [-1, -3]
+    return len(made)
+
+
+def test_a_side_group_is_made_once_where_the_group_speaks_no_gloo():
+    assert run_ranks(_agree_on_the_side, 4) == [0, 1, 0, 1]
