@@ -97,7 +97,7 @@ def summarise(
             raise
         error = raised
     if group is not None and check:
-        collectives.agree_or_raise(group, error, plan.digest, _facts(call))
+        collectives.agree_or_raise(group, None if error is None else str(error), plan.digest, _facts(call))
     elif group is not None:
         collectives.compare_digest_once(plan, group)
     assert call is not None

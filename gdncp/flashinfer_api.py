@@ -191,6 +191,7 @@ def _plan_of_call(
             head_dim=q.shape[2],
             cp_chunk_len=length,
             checkpoint_every_n_tokens=checkpoint_every_n_tokens,
+            profile="h200" if q.device.type == "cuda" else "cpu",
         )
 
     plan = planned(cp_chunk_len)

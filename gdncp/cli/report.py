@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gdncp.stages import STAGES
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from gdncp.plan import PrefillPlan
+from gdncp.stages import STAGES
 
 LOG_WIDTH = 100  # columns where the output is no terminal
 MOST_ROWS = 16  # ranks shown; of more, the slowest

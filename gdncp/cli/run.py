@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gdncp.stages import STAGES, PrefillResult
 
 from gdncp import api, store
 from gdncp.cli.inputs import Defaults, Source, open_source
 from gdncp.cli.ranks import Ranks, RunFailure
 from gdncp.cli.verify import verify
 from gdncp.plan import PrefillPlan, plan_prefill
+from gdncp.stages import STAGES, PrefillResult
 from gdncp.work import CHUNK
 
 if TYPE_CHECKING:
