@@ -67,6 +67,7 @@ class PrefillConfig:
     ownership: Any = MISSING
     fixup: Fixup = MISSING
     lanes_per_rank: int = MISSING
+    require_reproducible: bool = MISSING
     checkpoint_every_n_tokens: int | None = MISSING
     scale: float | None = MISSING
     gate_space: GateSpace = MISSING
@@ -217,7 +218,7 @@ def _as_list(text: str) -> str:
 def _keys(cfg: DictConfig) -> Iterator[str]:
     for key, value in cfg.items_ex(resolve=False):
         if isinstance(value, DictConfig):
-            yield from (f"{key}.{inner}" for inner in value)
+            yield from (f"{key}." + str(inner) for inner in value)
         else:
             yield str(key)
 

@@ -110,7 +110,7 @@ def stage_table(report: dict[str, Any]) -> Table:
 
 
 def error_table(error: dict[str, Any]) -> Table:
-    table = _table("result", "worst relative error", "tolerance", "share of what is allowed", "worst at")
+    table = _table("result", "worst relative error", "tolerance", "share used", "worst at")
     for name in RESULTS:
         if name in error:
             worst = error[name]

@@ -60,7 +60,7 @@ def _run(config: Config, run_dir: Path, ranks: Ranks, screen: Screen | None, rep
             screen.step(text)
 
     device, group, transport = ranks.agree(lambda: ranks.place(config["device"]))
-    prepared = ranks.agree(lambda: prepare(config, ranks.world_size))
+    prepared = ranks.agree(lambda: prepare(config, ranks.world_size, device))
     plan = prepared.plan
     report |= {
         "plan": describe_plan(plan),
@@ -92,8 +92,8 @@ def _run(config: Config, run_dir: Path, ranks: Ranks, screen: Screen | None, rep
         report["ok"] = report["error"]["ok"]
 
 
-def prepare(config: Config, world_size: int) -> Prepared:
-    """Open the input and plan.  Touches no device; the same on every rank."""
+def prepare(config: Config, world_size: int, device: torch.device) -> Prepared:
+    """Open the input and plan for such a device, without touching it; the same on every rank."""
     source = open_source(config["input"], use_qk_l2norm_in_kernel=config["use_qk_l2norm_in_kernel"])
     keys = ("scale", "use_qk_l2norm_in_kernel", "checkpoint_every_n_tokens")
     call = replace(source.defaults, **{key: config[key] for key in keys if config[key] is not None})
@@ -118,6 +118,8 @@ def prepare(config: Config, world_size: int) -> Prepared:
         fixup=config["fixup"],
         lanes_per_rank=config["lanes_per_rank"],
         forget_below=config["forget_below"],
+        require_reproducible=config["require_reproducible"],
+        profile="cpu" if device.type == "cpu" else "h200",
     )
     return Prepared(source, call, plan)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gdncp.plan.prefill_plan import PrefillPlan
 
+_WIDTH = 98  # columns; of the table too, unless its numbers are very long
 _MAX_RANKS = 16  # rows of the table of ranks; of more ranks, the first and the last ones
 
 Row = tuple[str, ...]
@@ -28,7 +30,8 @@ def explain(plan: PrefillPlan) -> str:
         ("predicted", _predicted(plan)),
     )
     lines = [f"prefill plan {plan.digest[:12]}"]
-    lines += [f"  {name:<12} {text}" for name, text in facts]
+    for name, text in facts:
+        lines += wrap(text, _WIDTH, initial_indent=f"  {name:<12} ", subsequent_indent=" " * 15)
     return "\n".join([*lines, "", *_table(plan)])
 
 
@@ -112,7 +115,9 @@ def _predicted(plan: PrefillPlan) -> str:
     text = _seconds(max(totals))
     if plan.world_size > 1:
         text += f" on the slowest rank, {_seconds(sum(totals) / len(totals))} on average"
-    return f"{text} (costs of {plan.profile.name})"
+    slowest = totals.index(max(totals))
+    stages = ", ".join(f"{stage} {_seconds(of_rank[slowest])}" for stage, of_rank in plan.predicted.items())
+    return f"{text} (costs of {plan.profile.name}): {stages}"
 
 
 def _table(plan: PrefillPlan) -> list[str]:
@@ -121,11 +126,10 @@ def _table(plan: PrefillPlan) -> list[str]:
         "tokens",
         "CP chunks",
         "maps",
-        "final states",
+        "finals",
         "checkpoints",
-        "sent in fixup",
-        *plan.predicted,
-        "total",
+        "sent",
+        "predicted",
         "holds",
     )
     rows = [_rank_row(plan, rank) for rank in _shown(plan.world_size)]
@@ -145,7 +149,7 @@ def _shown(world_size: int) -> list[int]:
 
 def _rank_row(plan: PrefillPlan, rank: int) -> Row:
     share = plan.rank_plan(rank)
-    stages = [seconds[rank] for seconds in plan.predicted.values()]
+    seconds = sum(of_rank[rank] for of_rank in plan.predicted.values())
     counts = (
         share.num_tokens,
         len(share.items),
@@ -153,14 +157,14 @@ def _rank_row(plan: PrefillPlan, rank: int) -> Row:
         len(share.final_sequences),
         len(share.checkpoints),
     )
-    times = [_seconds(value) for value in (*stages, sum(stages))]
-    return (str(rank), *map("{:,}".format, counts), _bytes(plan.fixup_bytes[rank]), *times, _holds(plan, rank))
+    counted = map("{:,}".format, counts)
+    return (str(rank), *counted, _bytes(plan.fixup_bytes[rank]), _seconds(seconds), _holds(plan, rank))
 
 
 def _holds(plan: PrefillPlan, rank: int) -> str:
     ranges = plan.token_ranges(rank)
-    shown = " ".join(f"[{start}, {stop})" for start, stop in ranges[:2])
-    return f"{shown} and {len(ranges) - 2:,} more" if len(ranges) > 2 else shown or "nothing"
+    shown = " ".join(f"[{start}, {stop})" for start, stop in ranges[:1])
+    return f"{shown} and {len(ranges) - 1:,} more" if len(ranges) > 1 else shown or "nothing"
 
 
 def _line(row: Row, widths: Sequence[int]) -> str:
