@@ -51,6 +51,7 @@ class Screen:
                 f"{report['plan']['num_tokens']} tokens in {seconds(report['seconds'])} on the slowest rank: "
                 f"{report['tokens_per_second']:,.0f} tokens/s; fixup: {report['sent']['strategy'][0]}"
             )
+            self.console.print(_forgotten(report["forgetting"]))
         if "error" in report and isinstance(report["error"], dict):
             self.console.rule("[bold]Error against the reference[/]", align="left")
             self.console.print(error_table(report["error"]))
@@ -86,6 +87,17 @@ def _places(ranks: Sequence[dict[str, Any]]) -> str:
     hosts = len({rank["host"] for rank in ranks})
     what = f"{len(gpus)} x {', '.join(devices)}" if gpus else f"the CPU, threads a rank: {ranks[0]['threads']}"
     return f"{many}{over} on {what}" + (f", {hosts} hosts" if hosts > 1 else "")
+
+
+def _forgotten(forgetting: dict[str, Any]) -> str:
+    if not forgetting["head_maps"]:
+        return "stage 2: nothing to reduce"
+    dropped = forgetting["transitions_dropped"] / forgetting["head_maps"]
+    scanned = forgetting["head_tokens_scanned"] / max(forgetting["head_tokens"], 1)
+    return (
+        f"stage 2: gates forget {100 * dropped:.0f} % of the transitions, one a CP chunk and head; "
+        f"{100 * scanned:.0f} % of the tokens needed reading"
+    )
 
 
 def stage_table(report: dict[str, Any]) -> Table:

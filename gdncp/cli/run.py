@@ -191,9 +191,18 @@ def gather_states(
 
 
 def forgetting(result: PrefillResult, plan: PrefillPlan, ranks: Ranks) -> tuple[torch.Tensor, Report]:
-    """Bounds [N, H] on what forgetting dropped, over all ranks, and a summary of how much work it saved."""
+    """Bounds [N, H] on what forgetting dropped, over all ranks, and how much of stage 2 it saved."""
+    maps = result.entry.summary.maps
+    mine = (0, 0, 0) if maps is None else (maps.forgot.numel(), int(maps.forgot.sum()), int(maps.scanned.sum()))
+    num_maps, num_forgot, num_scanned = (sum(column) for column in zip(*ranks.gather(mine), strict=True))
+    in_maps = sum(c.num_tokens for c in plan.cp_chunks if not c.is_last) * plan.num_state_heads
     bounds = torch.zeros(plan.num_sequences, plan.num_state_heads, dtype=torch.float64)
-    return bounds, {}
+    return bounds, {
+        "head_maps": num_maps,
+        "transitions_dropped": num_forgot,
+        "head_tokens": in_maps,
+        "head_tokens_scanned": num_scanned,
+    }
 
 
 def _write_output(run_dir: Path, plan: PrefillPlan, rank: int, result: PrefillResult) -> None:

@@ -31,7 +31,7 @@ def explain(plan: PrefillPlan) -> str:
     )
     lines = [f"prefill plan {plan.digest[:12]}"]
     for name, text in facts:
-        lines += wrap(text, _WIDTH, initial_indent=f"  {name:<12} ", subsequent_indent=" " * 15)
+        lines += wrap(text, _WIDTH, initial_indent=f"  {name:<12} ", subsequent_indent=" " * 15, break_on_hyphens=False)
     return "\n".join([*lines, "", *_table(plan)])
 
 
