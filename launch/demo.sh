@@ -7,5 +7,6 @@ setup_env cli
 
 gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
 ranks="${NPROC:-$((gpus > 0 ? gpus : 4))}"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+threads=$(( $(getconf _NPROCESSORS_ONLN) / ranks ))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"  # ranks share the cores
 exec torchrun --standalone --nproc-per-node "$ranks" -m gdncp.prefill --config demo "$@"

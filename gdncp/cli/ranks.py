@@ -96,9 +96,6 @@ class Ranks:
             raise ValueError("device=cuda, but some rank sees no CUDA device; must be auto or cpu here")
         if word == "cpu" or not has_gpu:
             device = torch.device("cpu")
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            # torchrun sets OMP_NUM_THREADS=1; alone on the machine, its ranks may share all cores
-            torch.set_num_threads(max(1, cores // self.local_world_size))
         else:
             device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(device)

@@ -65,6 +65,9 @@ class Screen:
     def sweep(self, points: Sequence[dict[str, Any]], path: Path) -> None:
         self.console.rule("[bold]Sweep, best first[/]", align="left")
         self.console.print(sweep_table(points))
+        for point in points:
+            if isinstance(point.get("error"), str):
+                self.failed(f"{' '.join(point['overrides'])}: {point['error']}")
         self.console.print("Results: ", end="")
         self.console.print(str(path), markup=False, soft_wrap=True)
 
@@ -94,10 +97,7 @@ def _forgotten(forgetting: dict[str, Any]) -> str:
         return "stage 2: nothing to reduce"
     dropped = forgetting["transitions_dropped"] / forgetting["head_maps"]
     scanned = forgetting["head_tokens_scanned"] / max(forgetting["head_tokens"], 1)
-    return (
-        f"stage 2: gates forget {100 * dropped:.0f} % of the transitions, one a CP chunk and head; "
-        f"{100 * scanned:.0f} % of the tokens needed reading"
-    )
+    return f"stage 2: {100 * dropped:.0f} % of transitions forgotten, {100 * scanned:.0f} % of tokens read"
 
 
 def stage_table(report: dict[str, Any]) -> Table:
@@ -151,10 +151,10 @@ def sweep_table(points: Sequence[dict[str, Any]]) -> Table:
 
 
 def seconds(value: float) -> str:
-    """With a unit that leaves one to four digits before the point."""
-    if value >= 1:
-        return f"{value:.2f} s"
-    return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} µs"
+    """Three digits and a unit."""
+    factor, unit = (1.0, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 else (1e6, "µs")
+    value *= factor
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 
 
 def in_bytes(count: float) -> str:
