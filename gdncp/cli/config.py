@@ -216,11 +216,9 @@ def _as_list(text: str) -> str:
 
 
 def _keys(cfg: DictConfig) -> Iterator[str]:
-    for key, value in cfg.items_ex(resolve=False):
-        if isinstance(value, DictConfig):
-            yield from (f"{key}." + str(inner) for inner in value)
-        else:
-            yield str(key)
+    content: Any = OmegaConf.to_container(cfg, resolve=False)
+    for key, value in content.items():
+        yield from (f"{key}.{inner}" for inner in value) if isinstance(value, dict) else (key,)
 
 
 def valid_keys() -> list[str]:
