@@ -28,7 +28,8 @@ PY
 setup_env() {
     local extra="$1" venv="$repo_dir/.venv" python="${PYTHON:-python3}"
     local stamp="$venv/.gdncp-$extra"
-    if ! cmp -s "$stamp" "$repo_dir/pyproject.toml"; then
+    # "dev" holds all that "cli" does
+    if ! cmp -s "$stamp" "$repo_dir/pyproject.toml" && ! cmp -s "$venv/.gdncp-dev" "$repo_dir/pyproject.toml"; then
         command -v "$python" >/dev/null || die "$python not found; set PYTHON to a Python >= 3.10"
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || die "$("$python" --version) is too old: 3.10 or newer is needed"
         if [ ! -x "$venv/bin/python" ]; then
