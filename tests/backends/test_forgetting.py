@@ -96,6 +96,19 @@ def test_the_cut_is_the_latest_chunk_boundary_that_the_bound_allows():
     assert run(x, [266], 256, forget_below=1e-10).maps[0].scanned.tolist() == [[256 - 128, 256]]
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_bound_is_tight_where_all_tokens_pull_one_way(sign):
+    x = make_inputs(128 + 128 + 1, gates="weak", beta=(sign * 1e-4, sign * 1e-4))
+    x.gate[:] = -0.2
+    x.k[:], x.v[:] = x.k[0].clone(), x.v[0].clone()
+    state = 0.3 * sign * torch.einsum("hv,hk->hvk", x.v[0], x.k[0])[None]
+    cut, whole = (run(x, [257], 128, state, forget_below=f).maps[0] for f in (1e-4, 0.0))
+    assert (cut.scanned == 64).all()
+    dropped = (whole.local_state - cut.local_state).double().norm(dim=(2, 3))
+    assert (dropped <= cut.dropped * (1 + 1e-5)).all()  # fp32 rounding of the difference
+    assert (dropped >= 0.9 * cut.dropped).all()  # the map shrinks a little where the bound does not
+
+
 def test_a_first_cp_chunk_keeps_its_initial_state_where_nothing_was_left_out():
     x = make_inputs(128 + 1, gates="weak", beta=(0, 0))
     x.gate[:] = 0
