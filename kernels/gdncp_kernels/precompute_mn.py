@@ -1,0 +1,153 @@
+"""Stage 2: what a CP chunk does to the state that enters it,  S_out = S_in · transition + local_state.
+
+Both are the same scan over the CP chunk's 64-token chunks, in blocks of state rows:
+
+    local_state N [V, K]: from S = 0 with the values (from the initial state in a sequence's first CP chunk)
+    transition  M [K, K]: from S = I with values 0; zero where nothing of S_in is needed or survives
+
+    U = solve (V − diag(from_start) K Sᵀ)        [64, rows]
+    Sᵀ ← total Sᵀ + Kᵀ diag(to_end) U            [K, rows]
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from gdncp_kernels.common import CHUNK, dot, load_column, load_rows, scan_config
+from gdncp_kernels.forgetting import decide
+
+if TYPE_CHECKING:
+    from gdncp.backends.base import AffineMaps, TokenInputs
+    from gdncp.work import WorkTable
+    from gdncp_kernels.precompute_t import Tiles
+
+
+@triton.jit(do_not_specialize=["dump_row", "H", "HK", "HV"])
+def scan_kernel(
+    k,
+    v,
+    solve,
+    from_start,
+    to_end,
+    key_scale,
+    token_start,
+    num_tokens,
+    item_row,
+    map_item,
+    map_row,
+    map_is_first,
+    start_chunk,
+    forgot,
+    entry_states,
+    transition,
+    local_state,
+    dump_row,
+    H,
+    HK,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program per (map, state head, block of rows of N or M)."""
+    NUM_BLOCKS: tl.constexpr = (V + K) // BLOCK
+    block = tl.program_id(0) % NUM_BLOCKS
+    head = tl.program_id(0) // NUM_BLOCKS % H
+    map_ = tl.program_id(0) // (NUM_BLOCKS * H)
+    row = tl.load(map_row + map_)
+    if row == dump_row:
+        return
+    item = tl.load(map_item + map_)
+    is_first = tl.load(map_is_first + map_) != 0
+    is_transition = block >= V // BLOCK
+    start = tl.load(start_chunk + map_ * H + head)
+
+    key = tl.arange(0, K)[:, None]
+    if is_transition:
+        state_row = ((block - V // BLOCK) * BLOCK + tl.arange(0, BLOCK))[None, :]
+        out = transition + (row * H + head) * K * K + state_row * K + key
+        state = tl.where(key == state_row, 1.0, 0.0)
+    else:
+        state_row = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
+        out = local_state + (row * H + head) * V * K + state_row * K + key
+        entry = entry_states + (tl.load(item_row + item) * H + head) * V * K + state_row * K + key
+        state = tl.zeros([K, BLOCK], tl.float32)
+        if is_first & (start == 0):
+            state = tl.load(entry)
+    if is_transition & (is_first | (tl.load(forgot + row * H + head) != 0)):
+        tl.store(out, tl.zeros([K, BLOCK], tl.float32))
+        return
+
+    tokens = tl.load(num_tokens + item)
+    first_token = tl.load(token_start + item)
+    k_head = k + (head * HK // H) * K
+    v_block = v + (head * HV // H) * V + tl.minimum(block, V // BLOCK - 1) * BLOCK
+    for c in range(start, tl.cdiv(tokens, CHUNK).to(tl.int32)):
+        token = first_token + c * CHUNK
+        rows = tl.minimum(tokens - c * CHUNK, CHUNK)
+        keys = load_rows(k_head, token, rows, HK * K, K).to(tl.float32)
+        values = load_rows(v_block, token, tl.where(is_transition, 0, rows), HV * V, BLOCK).to(tl.float32)
+        x = load_rows(solve + head * CHUNK, token, rows, H * CHUNK, CHUNK)
+        scale = load_column(key_scale + head, token, rows, H)
+        decay_in = load_column(from_start + head, token, rows, H)
+        decay_out = load_column(to_end + head, token, rows, H)
+        total = tl.load(from_start + (token + rows - 1) * H + head)
+
+        rest = values - (decay_in * scale)[:, None] * dot(keys, state, PRECISION)
+        update = dot(x, rest, PRECISION)
+        state = total * state + dot(tl.trans(keys), (decay_out * scale)[:, None] * update, PRECISION)
+    tl.store(out, state)
+
+
+def precompute_mn(
+    inputs: TokenInputs,
+    tiles: Tiles,
+    table: WorkTable,
+    entry_states: torch.Tensor,
+    maps: AffineMaps,
+    forget_below: float,
+    precision: str,
+) -> None:
+    """Launch stage 2 over the table's maps."""
+    if not table.num_maps:
+        return
+    # a table built on the device pads with maps that go to the last row, which nobody reads
+    dump_row = maps.transition.shape[0] - 1 if table.host is None else -1
+    start_chunk = decide(inputs, table, entry_states, maps, forget_below, dump_row)
+    num_heads = inputs.num_state_heads
+    k_dim, v_dim = inputs.k.shape[2], inputs.v.shape[2]
+    config = scan_config(k_dim, v_dim)
+    scan_kernel[(table.num_maps * num_heads * (v_dim + k_dim) // config.block,)](
+        inputs.k,
+        inputs.v,
+        tiles.solve,
+        tiles.from_start,
+        tiles.to_end,
+        tiles.key_scale,
+        table.token_start,
+        table.num_tokens,
+        table.item_row,
+        table.map_item,
+        table.map_row,
+        table.map_is_first.view(torch.uint8),
+        start_chunk,
+        maps.forgot.view(torch.uint8),
+        entry_states,
+        maps.transition,
+        maps.local_state,
+        dump_row,
+        num_heads,
+        inputs.k.shape[1],
+        inputs.v.shape[1],
+        K=k_dim,
+        V=v_dim,
+        BLOCK=config.block,
+        PRECISION=precision,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
