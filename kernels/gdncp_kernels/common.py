@@ -24,19 +24,29 @@ class ScanConfig(NamedTuple):
     num_stages: int
 
 
-# Chosen from offline compiles: no spills at K <= 128, under 99 KiB of shared memory at every K (see compile_report.py).
+# By dot precision and K, chosen from offline compiles (compile_report.py): few or no spills, and shared memory within
+# the 99 KiB that every GPU from sm_80 has (sm_90 alone takes 112 KiB of its 227 at K = 256 in tf32x3).
 _SCAN_CONFIGS = {
-    16: ScanConfig(block=16, num_warps=4, num_stages=1),
-    32: ScanConfig(block=32, num_warps=4, num_stages=1),
-    64: ScanConfig(block=32, num_warps=4, num_stages=1),
-    128: ScanConfig(block=32, num_warps=4, num_stages=1),
-    256: ScanConfig(block=16, num_warps=8, num_stages=1),
+    "tf32": {
+        16: ScanConfig(block=16, num_warps=4, num_stages=1),
+        32: ScanConfig(block=32, num_warps=4, num_stages=1),
+        64: ScanConfig(block=32, num_warps=4, num_stages=1),
+        128: ScanConfig(block=32, num_warps=4, num_stages=1),
+        256: ScanConfig(block=16, num_warps=8, num_stages=1),
+    },
+    "tf32x3": {
+        16: ScanConfig(block=16, num_warps=4, num_stages=1),
+        32: ScanConfig(block=32, num_warps=4, num_stages=1),
+        64: ScanConfig(block=16, num_warps=4, num_stages=1),
+        128: ScanConfig(block=16, num_warps=8, num_stages=1),
+        256: ScanConfig(block=16, num_warps=8, num_stages=1),
+    },
 }
 
 
-def scan_config(k_dim: int, v_dim: int) -> ScanConfig:
+def scan_config(k_dim: int, v_dim: int, precision: str) -> ScanConfig:
     """Launch choice for K × V.  The block divides both, because transitions are scanned in blocks of K rows."""
-    config = _SCAN_CONFIGS[k_dim]
+    config = _SCAN_CONFIGS[precision][k_dim]
     return config._replace(block=min(config.block, v_dim))
 
 
@@ -72,11 +82,12 @@ def load_log_gate(gate, head, first_token, rows, H, LOG_SPACE: tl.constexpr):
     i = tl.arange(0, CHUNK)
     if gate is None:
         return tl.zeros([CHUNK], tl.float64)
-    at = gate + (first_token + i) * H + head
+    at = gate + (first_token * H + head) + i * H
     if LOG_SPACE:
         log_alpha = tl.load(at, mask=i < rows, other=0.0).to(tl.float64)
     else:
-        log_alpha = tl.log(tl.load(at, mask=i < rows, other=1.0).to(tl.float64))
+        alpha = tl.load(at, mask=i < rows, other=1.0).to(tl.float64)
+        log_alpha = tl.log(tl.where(alpha == 0.0, 1e-300, alpha))  # 0 becomes a reset below
     return tl.where(log_alpha < SMALLEST_LOG_GATE, RESET, log_alpha)
 
 
@@ -86,7 +97,7 @@ def load_beta(beta, head, first_token, rows, H):
     i = tl.arange(0, CHUNK)
     if beta is None:
         return tl.where(i < rows, 1.0, 0.0)
-    return tl.load(beta + (first_token + i) * H + head, mask=i < rows, other=0.0)
+    return tl.load(beta + (first_token * H + head) + i * H, mask=i < rows, other=0.0)
 
 
 @triton.jit
@@ -114,6 +125,34 @@ def pair_decay(log_decay, keep):
 
 
 @triton.jit
+def row_products(a, b, first_token, rows, a_stride, b_stride, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+    """[64, 64] fp32 products a_i · b_j of two heads' rows, from memory in slices: whole rows would fill the registers.
+
+    Unscaled rows are multiplied, so that the products of bf16 and fp16 are exact.
+    """
+    SLICE: tl.constexpr = min(WIDTH, 32)
+    acc = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for d in range(0, WIDTH, SLICE):
+        x = load_rows(a + d, first_token, rows, a_stride, SLICE)
+        y = load_rows(b + d, first_token, rows, b_stride, SLICE)
+        acc = tl.dot(x, tl.trans(y), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def operand(x, PRECISION: tl.constexpr):
+    """x as a dot takes it.  For "tf32" it is rounded to tf32's 11 bits, to nearest (Veltkamp's split).
+
+    The tensor core itself cuts the other bits off, always towards zero, and a state that loses a little of everything
+    in every chunk drifts.  Values that came in as bf16 or fp16 are exact as they are.
+    """
+    if PRECISION == "tf32":
+        scaled = x * 8192.0 + x  # (2**13 + 1) x, written so that a fused multiply-add gives the same bits
+        return scaled - (scaled - x)
+    return x
+
+
+@triton.jit
 def dot(a, b, PRECISION: tl.constexpr):
-    """fp32 a · b; PRECISION "tf32" rounds the operands to 11 bits, "tf32x3" keeps 22."""
+    """fp32 a · b of such operands: "tf32", or "tf32x3", which keeps 22 bits of them."""
     return tl.dot(a, b, input_precision=PRECISION)

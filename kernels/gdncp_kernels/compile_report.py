@@ -1,6 +1,6 @@
-"""Compiles every kernel for a GPU that need not be there and says what it takes:  python -m gdncp_kernels.compile_report 90
+"""What every kernel takes on a GPU that need not be there:  python -m gdncp_kernels.compile_report 90
 
-Set nothing of TRITON_INTERPRET: interpreted kernels have nothing to compile.
+TRITON_INTERPRET must not be set: interpreted kernels have nothing to compile.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from gdncp_kernels.common import scan_config
 _TOKEN_TENSORS = ("q", "k", "v", "output")
 _POINTERS = {
     "*fp64": ("log_decay", "log_growth", "reach"),
-    "*i64": ("token_start", "num_tokens", "item_row", "final_row", "chunk_item", "chunk_ordinal", "map_item", "map_row")
-    + ("first_chunk", "checkpoint_start", "checkpoint_stop", "checkpoint_tokens", "checkpoint_row"),
+    "*i64": (
+        *("token_start", "num_tokens", "item_row", "final_row", "chunk_item", "chunk_ordinal", "first_chunk"),
+        *("map_item", "map_row", "checkpoint_start", "checkpoint_stop", "checkpoint_tokens", "checkpoint_row"),
+    ),
     "*u8": ("map_is_first", "forgot"),
     "*i32": ("scanned", "start_chunk"),
 }
@@ -43,8 +45,8 @@ class Compiled(NamedTuple):
 
 
 def compile_all(arch: int, k_dim: int, v_dim: int, dtype: str, precision: str = "tf32") -> Iterator[Compiled]:
-    """Compile all kernels for compute capability `arch` (80, 90, ...); dtype is Triton's name: "bf16", "fp16", "fp32"."""
-    config = scan_config(k_dim, v_dim)
+    """Compile all kernels for compute capability `arch` (80, 90, ...); dtype is "bf16", "fp16" or "fp32"."""
+    config = scan_config(k_dim, v_dim, precision)
     scan = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     scan_dims = {"K": k_dim, "V": v_dim, "BLOCK": config.block, "PRECISION": precision}
     inputs = {"LOG_SPACE": False, "L2NORM": True}
@@ -55,7 +57,7 @@ def compile_all(arch: int, k_dim: int, v_dim: int, dtype: str, precision: str = 
         (forgetting.cut_kernel, {"K": k_dim, "V": v_dim}, {"num_warps": 1}),
         (precompute_mn.scan_kernel, scan_dims, scan),
         (state_fixup.fold_kernel, {"K": k_dim, "BLOCK_N": fold_block, "BLOCK_K": fold_block}, {"num_warps": 2}),
-        (cp_prefill.cp_prefill_kernel, {**scan_dims, "L2NORM": True}, scan),
+        (cp_prefill.cp_prefill_kernel, scan_dims, scan),
     ]
     for kernel, constants, options in kernels:
         yield _compile(kernel, constants, options, arch, dtype)

@@ -1,10 +1,10 @@
 """Stage 4: a CP chunk from its entry state: outputs, state checkpoints, exit state.
 
-Per 64-token chunk and block of V rows, S the state that enters it, P_ij = exp(G_i − G_j) q_i·k_j for j <= i:
+Per 64-token chunk and block of V rows, S the state that enters it (names as in stage 1):
 
-    U = solve (V − diag(from_start) K Sᵀ)                       [64, BV]
-    O = scale (diag(from_start) Q Sᵀ + P U)                     [64, BV]
-    state after p of its tokens, Sᵀ = exp(G_p) Sᵀ + Σ_{i <= p} exp(G_p − G_i) k_i u_iᵀ      [K, BV]
+    U = solve (V − diag(key_in) K Sᵀ)                           [64, BLOCK]
+    O = diag(query_in) Q Sᵀ + scores U                          [64, BLOCK]
+    state after p of its tokens, Sᵀ = exp(G_p) Sᵀ + Σ_{i <= p} exp(G_p − G_i) k_i u_iᵀ      [K, BLOCK]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdncp_kernels.common import CHUNK, dot, load_column, load_rows, pair_decay, row_scale, scan_config
+from gdncp_kernels.common import CHUNK, dot, load_column, load_rows, operand, scan_config
 
 if TYPE_CHECKING:
     from gdncp.backends.base import Sinks, TokenInputs
@@ -25,16 +25,19 @@ if TYPE_CHECKING:
 NO_MORE = tl.constexpr(1 << 62)  # tokens of the checkpoint after the last
 
 
-@triton.jit(do_not_specialize=["scale", "final_dump", "checkpoint_dump", "H", "HQ", "HK", "HV"])
+@triton.jit(do_not_specialize=["final_dump", "checkpoint_dump", "H", "HQ", "HK", "HV"])
 def cp_prefill_kernel(
     q,
     k,
     v,
     solve,
+    scores,
     log_decay,
     from_start,
-    to_end,
+    key_in,
+    key_out,
     key_scale,
+    query_in,
     token_start,
     num_tokens,
     item_row,
@@ -47,7 +50,6 @@ def cp_prefill_kernel(
     output,
     final_states,
     checkpoints,
-    scale,
     final_dump,
     checkpoint_dump,
     H,
@@ -57,7 +59,6 @@ def cp_prefill_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
-    L2NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program per (item, state head, block of V rows)."""
@@ -85,41 +86,43 @@ def cp_prefill_kernel(
     for c in range(0, tl.cdiv(tokens, CHUNK).to(tl.int32)):
         token = first_token + c * CHUNK
         rows = tl.minimum(tokens - c * CHUNK, CHUNK)
-        keys = load_rows(k_head, token, rows, HK * K, K)
-        queries = load_rows(q_head, token, rows, HQ * K, K)
+        live = i < rows
+
+        entering = operand(state, PRECISION)
+        queries = load_rows(q_head, token, rows, HQ * K, K).to(tl.float32)
+        out = load_column(query_in + head, token, rows, H)[:, None] * dot(queries, entering, PRECISION)
+
+        keys = load_rows(k_head, token, rows, HK * K, K).to(tl.float32)
         values = load_rows(v_block, token, rows, HV * V, BLOCK).to(tl.float32)
         x = load_rows(solve + head * CHUNK, token, rows, H * CHUNK, CHUNK)
-        g = load_column(log_decay + head, token, rows, H)
-        k_scale = load_column(key_scale + head, token, rows, H)
-        decay_in = load_column(from_start + head, token, rows, H)
-        decay_out = load_column(to_end + head, token, rows, H)
-        total = tl.load(from_start + (token + rows - 1) * H + head)
+        scale_in = load_column(key_in + head, token, rows, H)
+        rest = values - scale_in[:, None] * dot(keys, entering, PRECISION)
+        update = dot(x, operand(rest, PRECISION), PRECISION)
 
-        keys32 = keys.to(tl.float32)
-        rest = values - (decay_in * k_scale)[:, None] * dot(keys32, state, PRECISION)
-        update = dot(x, rest, PRECISION)
-
-        # products of unscaled queries and keys are exact in their own dtype
-        seen = (i[:, None] >= i[None, :]) & (i < rows)[:, None]
-        scores = dot(queries, tl.trans(keys), PRECISION) * k_scale[None, :] * pair_decay(g, seen)
-        out = decay_in[:, None] * dot(queries.to(tl.float32), state, PRECISION) + dot(scores, update, PRECISION)
-        out = out * (scale * row_scale(queries, L2NORM))[:, None]
+        qk = load_rows(scores + head * CHUNK, token, rows, H * CHUNK, CHUNK)
+        out += dot(qk, operand(update, PRECISION), PRECISION)
         in_output = (token + i)[:, None] * (H * V) + tl.arange(0, BLOCK)[None, :]
-        tl.store(o_block + in_output, out.to(output.dtype.element_ty), mask=(i < rows)[:, None])
+        tl.store(o_block + in_output, out.to(output.dtype.element_ty), mask=live[:, None])
 
         if checkpoints is not None:
             while position <= c * CHUNK + rows:
                 p = position - c * CHUNK
+                g = load_column(log_decay + head, token, rows, H)
                 g_p = tl.load(log_decay + (token + p - 1) * H + head)
-                decay_p = tl.exp(tl.where(i < p, g_p - g, float("-inf"))).to(tl.float32)
-                added = dot(tl.trans(keys32), (decay_p * k_scale)[:, None] * update, PRECISION)
+                decay = tl.exp(tl.where(i < p, g_p - g, float("-inf"))).to(tl.float32)
+                scale_p = decay * load_column(key_scale + head, token, rows, H)
+                added = dot(tl.trans(keys), operand(scale_p[:, None] * update, PRECISION), PRECISION)
                 row = tl.load(checkpoint_row + entry)
                 if row != checkpoint_dump:
                     at = checkpoints + (row * H + head) * V * K + in_state
                     tl.store(at, tl.exp(g_p).to(tl.float32) * state + added)
                 entry += 1
                 position = tl.load(checkpoint_tokens + entry, mask=entry < stop, other=NO_MORE)
-        state = total * state + dot(tl.trans(keys32), (decay_out * k_scale)[:, None] * update, PRECISION)
+
+        scale_out = load_column(key_out + head, token, rows, H)
+        total = tl.load(from_start + (token + rows - 1) * H + head)
+        added = dot(tl.trans(keys), operand(scale_out[:, None] * update, PRECISION), PRECISION)
+        state = total * state + added
 
     if exit_row != final_dump:
         tl.store(final_states + (exit_row * H + head) * V * K + in_state, state)
@@ -133,7 +136,7 @@ def cp_prefill(
         return
     num_heads = inputs.num_state_heads
     k_dim, v_dim = inputs.k.shape[2], inputs.v.shape[2]
-    config = scan_config(k_dim, v_dim)
+    config = scan_config(k_dim, v_dim, precision)
     checkpoints = sinks.checkpoints if table.num_checkpoints else None
     checkpoint_start, checkpoint_stop = _checkpoint_ranges(table)
     cp_prefill_kernel[(table.num_items * num_heads * (v_dim // config.block),)](
@@ -141,10 +144,13 @@ def cp_prefill(
         inputs.k,
         inputs.v,
         tiles.solve,
+        tiles.scores,
         tiles.log_decay,
         tiles.from_start,
-        tiles.to_end,
+        tiles.key_in,
+        tiles.key_out,
         tiles.key_scale,
+        tiles.query_in,
         table.token_start,
         table.num_tokens,
         table.item_row,
@@ -157,7 +163,6 @@ def cp_prefill(
         sinks.output,
         sinks.final_states,
         checkpoints,
-        inputs.scale,
         sinks.final_states.shape[0] - 1,
         checkpoints.shape[0] - 1 if checkpoints is not None else -1,
         num_heads,
@@ -167,7 +172,6 @@ def cp_prefill(
         K=k_dim,
         V=v_dim,
         BLOCK=config.block,
-        L2NORM=inputs.use_qk_l2norm,
         PRECISION=precision,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

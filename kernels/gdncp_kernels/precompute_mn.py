@@ -5,8 +5,8 @@ Both are the same scan over the CP chunk's 64-token chunks, in blocks of state r
     local_state N [V, K]: from S = 0 with the values (from the initial state in a sequence's first CP chunk)
     transition  M [K, K]: from S = I with values 0; zero where nothing of S_in is needed or survives
 
-    U = solve (V − diag(from_start) K Sᵀ)        [64, rows]
-    Sᵀ ← total Sᵀ + Kᵀ diag(to_end) U            [K, rows]
+    U = solve (V − diag(key_in) K Sᵀ)            [64, rows]
+    Sᵀ ← total Sᵀ + Kᵀ diag(key_out) U           [K, rows]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdncp_kernels.common import CHUNK, dot, load_column, load_rows, scan_config
+from gdncp_kernels.common import CHUNK, dot, load_column, load_rows, operand, scan_config
 from gdncp_kernels.forgetting import decide
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def scan_kernel(
     v,
     solve,
     from_start,
-    to_end,
-    key_scale,
+    key_in,
+    key_out,
     token_start,
     num_tokens,
     item_row,
@@ -70,12 +70,12 @@ def scan_kernel(
     key = tl.arange(0, K)[:, None]
     if is_transition:
         state_row = ((block - V // BLOCK) * BLOCK + tl.arange(0, BLOCK))[None, :]
-        out = transition + (row * H + head) * K * K + state_row * K + key
+        out = transition + (row * H + head) * K * K + (state_row * K + key)
         state = tl.where(key == state_row, 1.0, 0.0)
     else:
         state_row = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
-        out = local_state + (row * H + head) * V * K + state_row * K + key
-        entry = entry_states + (tl.load(item_row + item) * H + head) * V * K + state_row * K + key
+        out = local_state + (row * H + head) * V * K + (state_row * K + key)
+        entry = entry_states + (tl.load(item_row + item) * H + head) * V * K + (state_row * K + key)
         state = tl.zeros([K, BLOCK], tl.float32)
         if is_first & (start == 0):
             state = tl.load(entry)
@@ -93,14 +93,13 @@ def scan_kernel(
         keys = load_rows(k_head, token, rows, HK * K, K).to(tl.float32)
         values = load_rows(v_block, token, tl.where(is_transition, 0, rows), HV * V, BLOCK).to(tl.float32)
         x = load_rows(solve + head * CHUNK, token, rows, H * CHUNK, CHUNK)
-        scale = load_column(key_scale + head, token, rows, H)
-        decay_in = load_column(from_start + head, token, rows, H)
-        decay_out = load_column(to_end + head, token, rows, H)
+        scale_in = load_column(key_in + head, token, rows, H)
+        scale_out = load_column(key_out + head, token, rows, H)
         total = tl.load(from_start + (token + rows - 1) * H + head)
 
-        rest = values - (decay_in * scale)[:, None] * dot(keys, state, PRECISION)
-        update = dot(x, rest, PRECISION)
-        state = total * state + dot(tl.trans(keys), (decay_out * scale)[:, None] * update, PRECISION)
+        rest = values - scale_in[:, None] * dot(keys, operand(state, PRECISION), PRECISION)
+        update = scale_out[:, None] * dot(x, operand(rest, PRECISION), PRECISION)
+        state = total * state + dot(tl.trans(keys), operand(update, PRECISION), PRECISION)
     tl.store(out, state)
 
 
@@ -121,14 +120,14 @@ def precompute_mn(
     start_chunk = decide(inputs, table, entry_states, maps, forget_below, dump_row)
     num_heads = inputs.num_state_heads
     k_dim, v_dim = inputs.k.shape[2], inputs.v.shape[2]
-    config = scan_config(k_dim, v_dim)
+    config = scan_config(k_dim, v_dim, precision)
     scan_kernel[(table.num_maps * num_heads * (v_dim + k_dim) // config.block,)](
         inputs.k,
         inputs.v,
         tiles.solve,
         tiles.from_start,
-        tiles.to_end,
-        tiles.key_scale,
+        tiles.key_in,
+        tiles.key_out,
         table.token_start,
         table.num_tokens,
         table.item_row,

@@ -1,11 +1,14 @@
-"""Stage 1: what a chunk of 64 tokens needs to know about itself, whatever state enters it.
+"""Stage 1: what a chunk of 64 tokens knows about itself, whatever state enters it.
 
 Per chunk and state head, i and j counting tokens from the chunk's start, G the cumulative log gates:
 
-    A_ij = β_i exp(G_i − G_j) k_i·k_j  for j < i, else 0        [64, 64]
-    solve = (I + A)⁻¹ diag(β)                                   [64, 64]
+    A_ij = β_i exp(G_i − G_j) k_i·k_j  for j < i, else 0             [64, 64]
+    solve = (I + A)⁻¹ diag(β)                                        [64, 64]
+    scores_ij = scale exp(G_i − G_j) q_i·k_j  for j <= i, else 0     [64, 64]
 
-so that the tokens' updates are  U = solve (V − diag(exp G) K S0ᵀ)  for an entry state S0.
+so that for an entry state S, with the rows of U what the tokens add:
+
+    U = solve (V − diag(key_in) K Sᵀ)    O = diag(query_in) Q Sᵀ + scores U    S_exit = total S + Uᵀ diag(key_out) K
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from gdncp_kernels.common import (
     load_beta,
     load_log_gate,
     load_rows,
+    operand,
     pair_decay,
+    row_products,
     row_scale,
 )
 
@@ -37,11 +42,17 @@ if TYPE_CHECKING:
 class Tiles:
     """One row per token; rows that no chunk covers are never written and never read."""
 
-    solve: torch.Tensor  # [T, H, 64] fp32: the token's row of its chunk's matrix
+    solve: torch.Tensor  # [T, H, 64] fp32: the token's row of its chunk's matrix, as dots take it
+    scores: torch.Tensor  # [T, H, 64] fp32: likewise
     log_decay: torch.Tensor  # [T, H] float64: G, with RESET for each reset
-    from_start: torch.Tensor  # [T, H] fp32: exp G, the decay from the chunk's entry through this token
-    to_end: torch.Tensor  # [T, H] fp32: the decay from this token through the chunk's last
-    key_scale: torch.Tensor  # [T, H] fp32: what the L2 norm multiplies the token's key by
+    from_start: (
+        torch.Tensor
+    )  # [T, H] fp32: exp G, the decay from the chunk's entry through this token; the last is total
+    # the factors of the tokens' raw keys and queries, L2 norm included
+    key_in: torch.Tensor  # [T, H] fp32: decay from the chunk's entry
+    key_out: torch.Tensor  # [T, H] fp32: decay to the chunk's end
+    key_scale: torch.Tensor  # [T, H] fp32: no decay
+    query_in: torch.Tensor  # [T, H] fp32: scale and decay from the chunk's entry
 
 
 @triton.jit
@@ -62,8 +73,9 @@ def inverse(a, PRECISION: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["H", "HK"])
+@triton.jit(do_not_specialize=["scale", "H", "HQ", "HK"])
 def precompute_t_kernel(
+    q,
     k,
     gate,
     beta,
@@ -72,11 +84,16 @@ def precompute_t_kernel(
     chunk_item,
     chunk_ordinal,
     solve,
+    scores,
     log_decay,
     from_start,
-    to_end,
+    key_in,
+    key_out,
     key_scale,
+    query_in,
+    scale,
     H,
+    HQ,
     HK,
     K: tl.constexpr,
     LOG_SPACE: tl.constexpr,
@@ -91,40 +108,58 @@ def precompute_t_kernel(
         return
     i = tl.arange(0, CHUNK)
     live = i < rows
+    per_token = (token + i) * H + head
+    per_pair = per_token[:, None] * CHUNK + i[None, :]
+    q_head = q + (head * HQ // H) * K
+    k_head = k + (head * HK // H) * K
 
     log_alpha = load_log_gate(gate, head, token, rows, H, LOG_SPACE)
     cumulative = tl.cumsum(log_alpha, 0)
-    remaining = tl.sum(log_alpha, 0) - cumulative  # rows past the chunk have log gate 0
-    keys = load_rows(k + (head * HK // H) * K, token, rows, HK * K, K)
-    scale = row_scale(keys, L2NORM)
-    beta_ = load_beta(beta, head, token, rows, H)
-
-    # products of unscaled keys are exact in the keys' own dtype
-    products = dot(keys, tl.trans(keys), PRECISION) * (beta_ * scale)[:, None] * scale[None, :]
-    a = products * pair_decay(cumulative, (i[:, None] > i[None, :]) & live[:, None])
-    x = inverse(a, "tf32x3") * beta_[None, :]
-
-    per_token = (token + i) * H + head
-    tl.store(solve + per_token[:, None] * CHUNK + i[None, :], x, mask=live[:, None])
+    entered = tl.exp(cumulative).to(tl.float32)
+    left = tl.exp(tl.sum(log_alpha, 0) - cumulative).to(tl.float32)  # rows past the chunk have log gate 0
+    k_scale = row_scale(load_rows(k_head, token, rows, HK * K, K), L2NORM)
+    q_scale = scale * row_scale(load_rows(q_head, token, rows, HQ * K, K), L2NORM)
     tl.store(log_decay + per_token, cumulative, mask=live)
-    tl.store(from_start + per_token, tl.exp(cumulative).to(tl.float32), mask=live)
-    tl.store(to_end + per_token, tl.exp(remaining).to(tl.float32), mask=live)
-    tl.store(key_scale + per_token, scale, mask=live)
+    tl.store(from_start + per_token, entered, mask=live)
+    tl.store(key_in + per_token, entered * k_scale, mask=live)
+    tl.store(key_out + per_token, left * k_scale, mask=live)
+    tl.store(key_scale + per_token, k_scale, mask=live)
+    tl.store(query_in + per_token, entered * q_scale, mask=live)
+
+    seen = (i[:, None] >= i[None, :]) & live[:, None]
+    qk = row_products(q_head, k_head, token, rows, HQ * K, HK * K, K, PRECISION)
+    qk = qk * q_scale[:, None] * k_scale[None, :] * pair_decay(cumulative, seen)
+    tl.store(scores + per_pair, operand(qk, PRECISION), mask=live[:, None])
+
+    beta_ = load_beta(beta, head, token, rows, H)
+    before = (i[:, None] > i[None, :]) & live[:, None]
+    kk = row_products(k_head, k_head, token, rows, HK * K, HK * K, K, PRECISION)
+    kk = kk * (beta_ * k_scale)[:, None] * k_scale[None, :] * pair_decay(cumulative, before)
+    x = inverse(kk, "tf32x3") * beta_[None, :]
+    tl.store(solve + per_pair, operand(x, PRECISION), mask=live[:, None])
 
 
 def precompute_t(inputs: TokenInputs, table: WorkTable, precision: str) -> Tiles:
     """Launch stage 1 over the table's chunks."""
     num_tokens, num_k_heads, k_dim = inputs.k.shape
-    shape = (num_tokens, inputs.num_state_heads)
+    num_heads = inputs.num_state_heads
 
     def new(*more: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(*shape, *more, dtype=dtype, device=inputs.k.device)
+        return torch.empty(num_tokens, num_heads, *more, dtype=dtype, device=inputs.k.device)
 
     tiles = Tiles(
-        solve=new(CHUNK.value), log_decay=new(dtype=torch.float64), from_start=new(), to_end=new(), key_scale=new()
+        solve=new(CHUNK.value),
+        scores=new(CHUNK.value),
+        log_decay=new(dtype=torch.float64),
+        from_start=new(),
+        key_in=new(),
+        key_out=new(),
+        key_scale=new(),
+        query_in=new(),
     )
     if table.num_chunks:
-        precompute_t_kernel[(table.num_chunks * shape[1],)](
+        precompute_t_kernel[(table.num_chunks * num_heads,)](
+            inputs.q,
             inputs.k,
             inputs.gate,
             inputs.beta,
@@ -133,11 +168,16 @@ def precompute_t(inputs: TokenInputs, table: WorkTable, precision: str) -> Tiles
             table.chunk_item,
             table.chunk_ordinal,
             tiles.solve,
+            tiles.scores,
             tiles.log_decay,
             tiles.from_start,
-            tiles.to_end,
+            tiles.key_in,
+            tiles.key_out,
             tiles.key_scale,
-            shape[1],
+            tiles.query_in,
+            inputs.scale,
+            num_heads,
+            inputs.q.shape[1],
             num_k_heads,
             K=k_dim,
             LOG_SPACE=inputs.gate_space == "log",
