@@ -30,11 +30,8 @@ def test_kernels_and_conf_are_containers():
 def test_the_library_imports_and_runs_without_hydra_rich_or_triton():
     program = """
 import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("hydra", "omegaconf", "rich", "triton", "transformers"):
-            raise ImportError(f"{name} is not installed")
-sys.meta_path.insert(0, Refuse())
+for name in ("hydra", "omegaconf", "rich", "triton", "transformers"):
+    sys.modules[name] = None  # as if it were not installed
 import torch, gdncp, gdncp.compat, gdncp.store
 x = torch.randn(70, 2, 16)
 gdncp.chunk_gated_delta_rule(x, x, x, _cp_chunk_len=64)
