@@ -65,6 +65,8 @@ class TorchBackend:
     ) -> str | None:
         if device.type == "meta":
             return "the torch backend needs tensors that hold values, and these are on the meta device"
+        if device.type == "mps":
+            return "the torch backend sums gates in float64, which the mps device does not have"
         if dtype not in DTYPES:
             return f"the torch backend takes float32, bfloat16 and float16 inputs, not {dtype}"
         if k_dim < 1 or v_dim < 1:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+_HAS_FLAG_PER_BACKEND = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # from torch 2.9 on
+
 
 @contextmanager
 def ieee_fp32(device: torch.device) -> Iterator[None]:
@@ -18,7 +20,7 @@ def ieee_fp32(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _ieee_products() -> Iterator[None]:
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # before torch 2.9
+    if not _HAS_FLAG_PER_BACKEND:
         saved = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
         try:

@@ -177,6 +177,13 @@ def test_surroundings_change_no_bit(surrounding):
     assert_same(run(x, [300], 128, state, every=64), run(x, [300], 128, state, every=64, backend=backend))
 
 
+def test_the_older_precision_flag_alone(monkeypatch):
+    monkeypatch.setattr("gdncp.backends.torch_shield._HAS_FLAG_PER_BACKEND", False)  # as before torch 2.9
+    x = make_inputs(300, k_dim=64, v_dim=64, gates="weak")
+    backend = InSurroundings(lambda: legacy_precision("medium"))
+    assert_same(run(x, [300], 128), run(x, [300], 128, backend=backend))
+
+
 class InSurroundings(TorchBackend):
     """Enters the surroundings at each call: what is around it (the tests' own tensors) stays outside."""
 
@@ -297,5 +304,6 @@ def test_reasons_for_refusing():
     ask = dict(device=cpu, dtype=torch.float16, k_dim=96, v_dim=33, precision="fast")
     assert backend.rejection_reason(**ask) is None
     assert "float64" in backend.rejection_reason(**{**ask, "dtype": torch.float64})
+    assert "float64" in backend.rejection_reason(**{**ask, "device": torch.device("mps")})
     assert "meta" in backend.rejection_reason(**{**ask, "device": torch.device("meta")})
     assert "head dims" in backend.rejection_reason(**{**ask, "k_dim": 0})
