@@ -93,11 +93,11 @@ def _places(ranks: Sequence[dict[str, Any]]) -> str:
 
 
 def _forgotten(forgetting: dict[str, Any]) -> str:
-    if not forgetting["head_maps"]:
-        return "stage 2: nothing to reduce"
-    dropped = forgetting["transitions_dropped"] / forgetting["head_maps"]
-    scanned = forgetting["head_tokens_scanned"] / max(forgetting["head_tokens"], 1)
-    return f"stage 2: {100 * dropped:.0f} % of transitions forgotten, {100 * scanned:.0f} % of tokens read"
+    if not forgetting["num_maps"]:
+        return "stage 2: no CP chunk passes a state on"
+    dropped, read = 100 * forgetting["forgot_share"], 100 * forgetting["scanned_share"]
+    bound = f"{forgetting['output_bound']:.1e}"
+    return f"stage 2: {dropped:.0f} % of transitions forgotten, {read:.0f} % of tokens read; costs outputs {bound} at most"
 
 
 def stage_table(report: dict[str, Any]) -> Table:

@@ -18,6 +18,7 @@ from gdncp import api, store
 from gdncp.cli.inputs import Defaults, Source, open_source
 from gdncp.cli.ranks import Ranks, RunFailure
 from gdncp.cli.verify import verify
+from gdncp.forgetting import ForgettingBound, error_bound, rank_terms
 from gdncp.plan import PrefillPlan, plan_prefill
 from gdncp.stages import STAGES, PrefillResult
 from gdncp.work import CHUNK
@@ -75,7 +76,8 @@ def _run(config: Config, run_dir: Path, ranks: Ranks, screen: Screen | None, rep
     result, seconds = measure(plan, arguments, config, ranks, say)
     report |= describe_time(plan, ranks.gather(seconds)) | describe_sent(ranks.gather(asdict(result.fixup)))
 
-    bounds, report["forgetting"] = forgetting(result, plan, ranks)
+    bound = forgetting(plan, result, ranks)
+    report["forgetting"] = bound.summary()
 
     say("writing results")
     ranks.agree(lambda: _write_output(run_dir, plan, ranks.rank, result))
@@ -84,7 +86,7 @@ def _run(config: Config, run_dir: Path, ranks: Ranks, screen: Screen | None, rep
     report["ok"] = True
     if config["verify"]:
         say("verifying")
-        words = {"gate_space": config["gate_space"], "precision": config["precision"], "bounds": bounds}
+        words = {"gate_space": config["gate_space"], "precision": config["precision"], "bound": bound}
         verdict = ranks.agree(  # rank 0 alone; its peers wait
             lambda: verify(run_dir, plan, prepared.source, prepared.call, **words) if ranks.is_leader else None
         )
@@ -190,19 +192,11 @@ def gather_states(
     return states, checkpoints
 
 
-def forgetting(result: PrefillResult, plan: PrefillPlan, ranks: Ranks) -> tuple[torch.Tensor, Report]:
-    """Bounds [N, H] on what forgetting dropped, over all ranks, and how much of stage 2 it saved."""
-    maps = result.entry.summary.maps
-    mine = (0, 0, 0) if maps is None else (maps.forgot.numel(), int(maps.forgot.sum()), int(maps.scanned.sum()))
-    num_maps, num_forgot, num_scanned = (sum(column) for column in zip(*ranks.gather(mine), strict=True))
-    in_maps = sum(c.num_tokens for c in plan.cp_chunks if not c.is_last) * plan.num_state_heads
-    bounds = torch.zeros(plan.num_sequences, plan.num_state_heads, dtype=torch.float64)
-    return bounds, {
-        "head_maps": num_maps,
-        "transitions_dropped": num_forgot,
-        "head_tokens": in_maps,
-        "head_tokens_scanned": num_scanned,
-    }
+def forgetting(plan: PrefillPlan, result: PrefillResult, ranks: Ranks) -> ForgettingBound:
+    """What forgetting may have cost, over all ranks; the same on every rank."""
+    summary = result.entry.summary
+    terms = rank_terms(summary.call.inputs, plan.rank_plan(ranks.rank), summary.maps, result.entry.states)
+    return error_bound(ranks.gather(terms))
 
 
 def _write_output(run_dir: Path, plan: PrefillPlan, rank: int, result: PrefillResult) -> None:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from gdncp.backends.base import GateSpace, Precision
 from gdncp.cli.inputs import Defaults, Source
+from gdncp.forgetting import FP32_FLOOR, ForgettingBound
 from gdncp.plan import PrefillPlan
 from gdncp.reference import ReferenceResult, contract_ratio, gated_delta_rule_reference, relative_error
 
@@ -30,7 +31,7 @@ GROUP_TOKENS = 32768  # the oracle moves the sequences of a group on together
 class Worst:
     """The worst of one kind of result over all rows (sequences, or checkpoints) and heads."""
 
-    ratio: float = -1.0  # error / (tolerance · norm + bound): above 1 breaks the contract
+    ratio: float = -1.0  # error / (tolerance · norm + bound on what forgetting dropped): above 1 breaks the contract
     relative: float = 0.0  # error / norm, at its worst, which may be another row
     tolerance: float = 0.0
     row: int = -1
@@ -58,11 +59,11 @@ class Worst:
 
 
 def _underflow(x: torch.Tensor, seq_lens: tuple[int, ...] | None) -> float:
-    """L2 norm of what a dtype (at best fp32) cannot hold, over the elements of a sequence's head or of a state."""
-    info = torch.finfo(x.dtype)
-    step = info.smallest_normal * (info.eps if x.dtype == torch.float16 else 1.0)  # fp32 and bf16 may flush subnormals
+    """L2 norm of what the dtype cannot hold, over the elements of a sequence's head or of a state."""
+    if x.dtype != torch.float16:
+        return FP32_FLOOR
     count = x[0, 0].numel() if seq_lens is None and len(x) else max(seq_lens or (0,)) * x.shape[-1]
-    return step * math.sqrt(count)
+    return 2.0**-25 * math.sqrt(count)  # half of its finest step
 
 
 def verify(
@@ -73,14 +74,17 @@ def verify(
     *,
     gate_space: GateSpace,
     precision: Precision,
-    bounds: torch.Tensor,
+    bound: ForgettingBound,
 ) -> dict[str, Any]:
-    """Compare every result in `run_dir`.  `bounds` [N, H]: what forgetting may have dropped, in absolute size.
+    """Compare every result in `run_dir`; `bound` says what forgetting may have dropped.
 
     Returns "ok", "against", and the worst error of "output", "final_state" and "state_checkpoints" (see `Worst`).
     """
     wanted = ["output", "final_state", *(["checkpoints"] if plan.num_checkpoints else [])]
     from_file = call == source.defaults and all(source.expected(name, (0, 0)) is not None for name in wanted)
+    of_checkpoints = torch.zeros(plan.num_checkpoints, plan.num_state_heads, dtype=torch.float64)
+    for rank, rows in enumerate(bound.checkpoints):
+        of_checkpoints[list(plan.checkpoint_rows(rank))] = rows
     worst = {"output": Worst(), "final_state": Worst(), "state_checkpoints": Worst()}
     for first, stop in _groups(plan.seq_lens):
         tokens = source.tokens([(plan.seq_starts[first], plan.seq_starts[stop])], gate_space)
@@ -95,13 +99,14 @@ def verify(
             tolerance = TOLERANCE_BETA_ABOVE_1
         # with precision=high too, outputs are rounded once to the input dtype
         rounding = torch.finfo(found.output.dtype).eps / 2 if found.output.dtype != dtype else 0.0
-        bound, lengths = bounds[first:stop], plan.seq_lens[first:stop]
-        worst["output"].take(found.output, reference.output, tolerance + rounding, bound, first, lengths)
-        worst["final_state"].take(found.final_state, reference.final_state, tolerance, bound, first)
-        rows = torch.tensor(plan.checkpoint_cu_starts[first : stop + 1])
+        lengths, low, high = plan.seq_lens[first:stop], *(plan.checkpoint_cu_starts[s] for s in (first, stop))
+        dropped = bound.output[first:stop]
+        worst["output"].take(found.output, reference.output, tolerance + rounding, dropped, first, lengths)
+        dropped = bound.final_state[first:stop]
+        worst["final_state"].take(found.final_state, reference.final_state, tolerance, dropped, first)
         if plan.num_checkpoints:
-            bound = bound.repeat_interleave(rows.diff(), dim=0)
-            worst["state_checkpoints"].take(found.checkpoints, reference.checkpoints, tolerance, bound, int(rows[0]))
+            dropped = of_checkpoints[low:high]
+            worst["state_checkpoints"].take(found.checkpoints, reference.checkpoints, tolerance, dropped, low)
     return {
         "ok": all(value.ratio <= 1 for value in worst.values()),
         "against": "the file's expected values" if from_file else "the float64 oracle",
