@@ -97,7 +97,7 @@ def _forgotten(forgetting: dict[str, Any]) -> str:
         return "stage 2: no CP chunk passes a state on"
     dropped, read = 100 * forgetting["forgot_share"], 100 * forgetting["scanned_share"]
     bound = f"{forgetting['output_bound']:.1e}"
-    return f"stage 2: {dropped:.0f} % of transitions forgotten, {read:.0f} % of tokens read; costs outputs {bound} at most"
+    return f"stage 2: {dropped:.0f} % of transitions forgotten, {read:.0f} % of tokens read, at most {bound} off"
 
 
 def stage_table(report: dict[str, Any]) -> Table:
