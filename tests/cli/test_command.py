@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import gdncp
-from gdncp.cli import control
+from gdncp.cli import control, run
 from gdncp.cli.ranks import Ranks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -79,9 +79,15 @@ def test_a_file_is_held_against_its_expected_values(monkeypatch, tmp_path, own_s
 
 
 def test_the_demo_finds_its_data_from_anywhere(monkeypatch, tmp_path):
+    """And runs as the README says; the run itself is left out."""
+    seen = []
+    monkeypatch.setattr(control, "run_point", lambda config, *_: seen.append(config) or {"ok": True})
     monkeypatch.chdir(tmp_path)
-    assert run_here(monkeypatch, "--config", "demo", "warmup=0", "verify=false", "run_dir=here") == 0
-    assert (tmp_path / "here" / "report.json").is_file()
+    assert run_here(monkeypatch, "--config", "demo", "run_dir=here") == 0
+    prepared = run.prepare(seen[0], 4, torch.device("cpu"))
+    assert seen[0]["verify"] and prepared.plan.num_tokens_total == 8892 and prepared.plan.reproducible
+    assert all(len(prepared.plan.rank_plan(rank).items) >= 3 for rank in range(4)), "several CP chunks a rank"
+    assert (tmp_path / "here" / "config.yaml").is_file()
 
 
 @pytest.mark.parametrize("arguments, code", [(["--help"], 0), (["fix_up=chain"], 2), (["--no-such-flag"], 2)])
