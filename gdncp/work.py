@@ -7,6 +7,7 @@ upper bounds, for callers who only have lengths there.  A table never needs read
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -42,6 +43,7 @@ class WorkTable:
     num_tokens: torch.Tensor  # [num_items]; may be 0
     item_row: torch.Tensor  # [num_items] row of the item in the rank's entry states
     final_row: torch.Tensor  # [num_items] row in `Sinks.final_states`; the dump row where the item is not a last one
+    first_chunk: torch.Tensor  # [num_items] the item's first flat chunk
     chunk_item: torch.Tensor  # [num_chunks] flat chunk -> item
     chunk_ordinal: torch.Tensor  # [num_chunks] which chunk of its item; past the item's end: an empty chunk
     map_item: torch.Tensor  # [num_maps] item whose map this is
@@ -69,6 +71,7 @@ def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> Work
         "num_tokens": [c.num_tokens for c in chunks],
         "item_row": items,
         "final_row": [row if row >= 0 else num_final for row in final_rows],
+        "first_chunk": [0, *accumulate(num_chunks)][: len(items)],
         "chunk_item": [p for p, n in enumerate(num_chunks) for _ in range(n)],
         "chunk_ordinal": [c for n in num_chunks for c in range(n)],
         "map_item": maps,
@@ -142,7 +145,8 @@ def from_cu_seqlens(
     num_chunks = num_tokens // CHUNK + num_items
     chunk = torch.arange(num_chunks, device=device)
     chunk_item = torch.searchsorted(chunk_end, chunk, right=True).clamp(max=num_items - 1)
-    chunk_ordinal = chunk - (chunk_end - chunks_of)[chunk_item]
+    first_chunk = chunk_end - chunks_of
+    chunk_ordinal = chunk - first_chunk[chunk_item]
 
     empty = torch.empty(0, dtype=torch.int64, device=device)
     checkpoint_item = checkpoint_tokens = checkpoint_row = empty
@@ -171,6 +175,7 @@ def from_cu_seqlens(
         num_tokens=item_tokens,
         item_row=item,
         final_row=torch.where(is_last, sequence, num_sequences),
+        first_chunk=first_chunk,
         chunk_item=chunk_item,
         chunk_ordinal=chunk_ordinal,
         map_item=item,

@@ -20,7 +20,8 @@ __all__ = [
 ]
 
 # In the order in which "auto" asks them.
-_OURS = ("triton", "torch")
+_AUTO = ("triton", "torch")
+_OURS = ("hopper", *_AUTO)
 _PEERS = ("flashinfer", "fla", "flash_qla", "cudnn")
 BACKEND_NAMES = ("auto", *_OURS, *_PEERS)
 
@@ -34,6 +35,10 @@ def get_backend(name: str) -> Backend:
             from gdncp.backends.torch_backend import TorchBackend
 
             _INSTANCES[name] = TorchBackend()
+        elif name == "hopper":
+            from gdncp.backends.hopper_backend import HopperBackend
+
+            _INSTANCES[name] = HopperBackend()
         else:
             from gdncp.backends.triton_backend import TritonBackend
 
@@ -56,7 +61,7 @@ def select_backend(
         raise ValueError(f"backend {name!r} is another library's engine and not available in this version of gdncp")
     reasons = []
     # the interpreter runs Triton on a CPU for tests, at a speed that no caller of "auto" wants
-    candidates = (name,) if name != "auto" else _OURS if device.type == "cuda" else ("torch",)
+    candidates = (name,) if name != "auto" else _AUTO if device.type == "cuda" else ("torch",)
     for candidate in candidates:
         backend = get_backend(candidate)
         reason = backend.rejection_reason(device=device, dtype=dtype, k_dim=k_dim, v_dim=v_dim, precision=precision)

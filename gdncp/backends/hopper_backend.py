@@ -1,0 +1,101 @@
+"""Our kernels for Hopper GPUs (compute capability 9.0), in Gluon: bf16 tokens, head dims of 128."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import torch
+
+from gdncp.backends.base import AffineMaps, Fold, Precision, Sinks, TokenInputs
+from gdncp.work import WorkTable
+
+if TYPE_CHECKING:
+    from gdncp_kernels.hopper.precompute_t import Tiles
+
+MIN_TRITON = (3, 6)
+TMA_ALIGNMENT = 16  # bytes
+
+
+class HopperBackend:
+    """`Backend` in Gluon.  Kernels are imported on first use, so that this module imports without triton.
+
+    Triton launches on the current device, which need not be the tensors': hence `device_of`.
+    """
+
+    name = "hopper"
+
+    def rejection_reason(
+        self, *, device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: int, precision: Precision
+    ) -> str | None:
+        """Why this backend cannot run such a call, as a sentence; None if it can."""
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed."
+        found = tuple(int(part) for part in version("triton").split(".")[:2])
+        if found < MIN_TRITON or importlib.util.find_spec("triton.experimental.gluon") is None:
+            return f"triton is {version('triton')}; 3.6 or newer, with Gluon, is needed."
+        if precision != "fast":
+            return f"precision is {precision!r}; only 'fast' is supported."
+        if dtype != torch.bfloat16:
+            return f"inputs are {dtype}; only bfloat16 is supported."
+        if (k_dim, v_dim) != (128, 128):
+            return f"head dims are K = {k_dim} and V = {v_dim}; only 128 is supported."
+        if device.type != "cuda" or torch.version.hip:
+            return f"the device is {device}; an NVIDIA Hopper GPU is needed."
+        capability = torch.cuda.get_device_capability(device)
+        if capability != (9, 0):
+            return f"the GPU has compute capability {capability[0]}.{capability[1]}; only 9.0 (Hopper) is supported."
+        return None
+
+    def precompute_t(self, inputs: TokenInputs, table: WorkTable) -> Tiles:
+        from gdncp_kernels.hopper.precompute_t import precompute_t
+
+        with torch.cuda.device_of(inputs.k):
+            return precompute_t(_aligned(inputs), table)
+
+    def precompute_mn(
+        self,
+        inputs: TokenInputs,
+        tiles: Tiles,
+        table: WorkTable,
+        entry_states: torch.Tensor,
+        maps: AffineMaps,
+        forget_below: float,
+    ) -> None:
+        from gdncp_kernels.hopper.recurrence import precompute_mn
+
+        with torch.cuda.device_of(inputs.k):
+            precompute_mn(_aligned(inputs), tiles, table, entry_states, maps, forget_below)
+
+    @property
+    def fold(self) -> Fold:
+        from gdncp_kernels.state_fixup import StateFold
+
+        return StateFold()
+
+    def cp_prefill(
+        self, inputs: TokenInputs, tiles: Tiles, table: WorkTable, entry_states: torch.Tensor, sinks: Sinks
+    ) -> None:
+        from gdncp_kernels.hopper.recurrence import cp_prefill
+
+        output = sinks.output
+        if inputs.k.shape[0] == 0:  # only empty sequences
+            sinks.final_states[table.final_row] = entry_states[table.item_row]
+            return
+        with torch.cuda.device_of(inputs.k):
+            sinks = replace(sinks, output=_aligned_tensor(output))
+            cp_prefill(_aligned(inputs), tiles, table, entry_states, sinks)
+            if sinks.output is not output:
+                output.copy_(sinks.output)
+
+
+def _aligned(inputs: TokenInputs) -> TokenInputs:
+    """The copy engine reads from multiples of 16 bytes only: allocations start at one, views into them may not."""
+    return replace(inputs, q=_aligned_tensor(inputs.q), k=_aligned_tensor(inputs.k), v=_aligned_tensor(inputs.v))
+
+
+def _aligned_tensor(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it where x does not start at a multiple of 16 bytes."""
+    return x if x.data_ptr() % TMA_ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)

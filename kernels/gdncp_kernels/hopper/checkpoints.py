@@ -1,0 +1,121 @@
+"""State checkpoints.  The recurrence stores the state that enters a checkpoint's chunk; `finish` moves it on.
+
+Most checkpoints stand on a chunk's first token, and need no more.  The others are p tokens further, 1 <= p <= 63:
+
+    U = T diag(β) (V − diag(from_start) K Sᵀ)      S_p = decay(p) S + Σ_{i <= p} decay(i, p) u_i k_iᵀ
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from gdncp.backends.base import TokenInputs
+    from gdncp.work import WorkTable
+    from gdncp_kernels.hopper.precompute_t import Tiles
+
+DIM = tl.constexpr(128)
+BLOCK = tl.constexpr(32)  # state rows per program
+
+
+@triton.jit(do_not_specialize=["H", "HK", "HV", "dump"])
+def _finish_kernel(
+    k,
+    v,
+    solve,
+    gates,
+    token_start,
+    num_tokens,
+    first_chunk,
+    checkpoint_item,
+    checkpoint_tokens,
+    checkpoint_row,
+    checkpoints,
+    dump,
+    H,
+    HK,
+    HV,
+    L2NORM: tl.constexpr,
+):
+    """One program per (checkpoint, state head, block of V rows), in place."""
+    block = tl.program_id(0) % (DIM // BLOCK)
+    head = tl.program_id(0) // (DIM // BLOCK) % H
+    checkpoint = tl.program_id(0) // (DIM // BLOCK * H)
+    position = tl.load(checkpoint_tokens + checkpoint)
+    row = tl.load(checkpoint_row + checkpoint)
+    p = position % 64
+    if (p == 0) | (row == dump):
+        return
+    item = tl.load(checkpoint_item + checkpoint)
+    ordinal = position // 64
+    token = tl.load(token_start + item) + ordinal * 64
+    rows = tl.minimum(tl.load(num_tokens + item) - ordinal * 64, 64)
+    entry = (tl.load(first_chunk + item) + ordinal) * H + head
+    i = tl.arange(0, 64)
+    d = tl.arange(0, DIM)
+    in_block = block * BLOCK + tl.arange(0, BLOCK)
+    keys = tl.load(
+        k + ((token + i)[:, None] * HK + head * HK // H) * DIM + d[None, :], mask=(i < rows)[:, None], other=0.0
+    ).to(tl.float32)
+    values = tl.load(
+        v + ((token + i)[:, None] * HV + head * HV // H) * DIM + in_block[None, :], mask=(i < rows)[:, None], other=0.0
+    ).to(tl.float32)
+    gate = gates + entry * 384
+    log_decay = tl.load(gate + i)
+    from_start = tl.load(gate + 64 + i)
+    beta = tl.load(gate + 3 * 64 + i)
+    if L2NORM:
+        keys = keys * tl.load(gate + 5 * 64 + i)[:, None]
+    t = tl.load(solve + (entry * 64 + i)[:, None] * 64 + i[None, :]).to(tl.float32)
+
+    at = checkpoints + (row * H + head) * DIM * DIM + in_block[None, :] * DIM + d[:, None]
+    state = tl.load(at)  # [K, BLOCK]
+    rest = beta[:, None] * (values - from_start[:, None] * tl.dot(keys, state, input_precision="tf32x3"))
+    update = tl.dot(t, rest, input_precision="tf32x3")
+    last = tl.load(gate + p - 1)
+    last_reset = tl.load(gate + 4 * 64 + p - 1)
+    connected = (i < p) & (last_reset <= (i + 1).to(tl.float32))
+    decay = tl.exp2(tl.where(connected, last - log_decay, float("-inf")))
+    state = tl.load(gate + 64 + p - 1) * state + tl.dot(
+        tl.trans(keys), decay[:, None] * update, input_precision="tf32x3"
+    )
+    tl.store(at, state)
+
+
+def starts(table: WorkTable) -> torch.Tensor:
+    """[num_items + 1] int64: where each item's entries of the checkpoint table begin."""
+    items = torch.arange(table.num_items + 1, device=table.checkpoint_item.device)
+    return torch.searchsorted(table.checkpoint_item, items)
+
+
+def finish(inputs: TokenInputs, tiles: Tiles, table: WorkTable, checkpoints: torch.Tensor) -> None:
+    """Move the stored states of checkpoints inside a chunk on to where they stand.
+
+    Tables built on the device have none: there checkpoints and CP chunks stand at multiples of 64 tokens.
+    """
+    if table.host is None or all(n % 64 == 0 for n in table.host.checkpoint_tokens):
+        return
+    num_heads = inputs.num_state_heads
+    _finish_kernel[(table.num_checkpoints * num_heads * (128 // BLOCK.value),)](
+        inputs.k,
+        inputs.v,
+        tiles.solve,
+        tiles.gates,
+        table.token_start,
+        table.num_tokens,
+        table.first_chunk,
+        table.checkpoint_item,
+        table.checkpoint_tokens,
+        table.checkpoint_row,
+        checkpoints,
+        checkpoints.shape[0] - 1,
+        num_heads,
+        inputs.k.shape[1],
+        inputs.v.shape[1],
+        L2NORM=inputs.use_qk_l2norm,
+        num_warps=4,
+    )

@@ -1,0 +1,48 @@
+"""What the Hopper kernels share: constants, and the layout of the per-token numbers that stage 1 leaves."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+CHUNK = 64
+DIM = 128  # K and V
+LOG2E = gl.constexpr(1.4426950408889634)
+L2NORM_EPS = gl.constexpr(1e-6)
+
+# Stage 1 leaves six numbers per token and state head, [chunks · H, NUM_GATES, 64] fp32, in this order:
+LOG_DECAY = gl.constexpr(0)  # G: log2 of the gates summed from the chunk's start, resets left out
+FROM_START = gl.constexpr(1)  # decay from the chunk's entry through the token; exactly 0 behind a reset
+TO_END = gl.constexpr(2)  # decay from behind the token through the chunk's last; exactly 0 before a reset
+BETA = gl.constexpr(3)
+RESET = gl.constexpr(4)  # 1 + position in the chunk of the last reset up to the token; 0: none
+KEY = gl.constexpr(5)  # with L2 norm: what the norm multiplies the key by; without: the key's square
+NUM_GATES = 6
+
+# Names that Gluon changed after triton 3.6: the barrier among a partition's threads, TMA copies, shared memory views.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+_Memory = gl.shared_memory_descriptor
+reinterpret = _Memory.reinterpret if hasattr(_Memory, "reinterpret") else _Memory._reinterpret
+
+
+@gluon.jit
+def add(x, y):
+    return x + y
+
+
+@gluon.jit
+def larger(x, y):
+    return gl.maximum(x, y)
+
+
+@gluon.jit
+def zero_tail(tile, rows, LAYOUT: gl.constexpr):
+    """Zero the rows of a tile [64, 128] from `rows` on: they are a neighbour's, and may be NaN."""
+    for u in gl.static_range(4):
+        position = 16 * u + gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
+        block = tile.slice(16 * u, 16)
+        block.store(gl.where((position < rows)[:, None], block.load(LAYOUT), 0.0))

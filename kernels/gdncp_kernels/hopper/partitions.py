@@ -1,0 +1,493 @@
+"""The warps of the recurrent kernel: two state warpgroups, a score warpgroup and a loader warp, joined by mbarriers.
+
+A CTA moves one state S [128 rows, 128 keys] through the chunks of a CP chunk.  What it does with it is its `kind`:
+
+    OUTPUTS (stage 4)       o and state checkpoints, from an entry state
+    LOCAL_STATE (stage 2)   N, from zero or the initial state
+    TRANSITION (stage 2)    M, from the identity, with values 0
+
+The state warpgroups hold 64 rows each in wgmma accumulators and work on transposes, tokens along the columns:
+
+    U = S Kᵀ    W = (V − U diag(from_start)) diag(β)    N = W Tᵀ    S ← total S + N diag(to_end) K
+    out = scale S Qᵀ diag(from_start) + N Pᵀ              P_ij = scale decay(i, j) q_i·k_j for j <= i
+
+The score warpgroup makes P ahead of them.  Ring stage s holds chunk i = s mod STAGES: `full` says that its tiles have
+landed, `empty` that all three warpgroups are done with it, `scored` that P is there.  `clean` fires once, in a CP chunk
+with a tail: the score warpgroup has zeroed the rows past it, which are a neighbour's and may be NaN.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gdncp_kernels.hopper.common import (
+    BETA,
+    FROM_START,
+    KEY,
+    L2NORM_EPS,
+    LOG_DECAY,
+    RESET,
+    TO_END,
+    barrier,
+    load_tile,
+    store_tile,
+    zero_tail,
+)
+
+OUTPUTS = gl.constexpr(0)
+LOCAL_STATE = gl.constexpr(1)
+TRANSITION = gl.constexpr(2)
+
+M64 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+A64 = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2))
+A128 = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]), 2))
+C64 = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])))
+M32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+C32 = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])))
+R32 = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])))
+C128 = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])))
+R128 = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])))
+ROWS_OF_A_GROUP = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+OUT_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+TILE_BYTES = gl.constexpr(64 * 128 * 2)
+SOLVE_AND_GATE_BYTES = gl.constexpr(64 * 64 * 2 + 6 * 64 * 4)
+NO_MORE = gl.constexpr(1 << 30)  # position of the checkpoint after the last
+
+
+@gluon.jit
+def load_partition(
+    q_map,
+    k_map,
+    v_map,
+    solve_map,
+    gates_map,
+    queries,
+    keys,
+    values,
+    solves,
+    gates,
+    full,
+    empty,
+    token,
+    entry,
+    num_chunks,
+    q_head,
+    k_head,
+    v_head,
+    H,
+    kind,
+    STAGES: gl.constexpr,
+):
+    """Keys, T and gates for all kinds, values unless TRANSITION, queries for OUTPUTS alone."""
+    for i in range(num_chunks):
+        s = i % STAGES
+        at = token + i * 64
+        row = entry + i * H
+        mbarrier.wait(empty.index(s), ((i // STAGES) & 1) ^ 1)
+        bar = full.index(s)
+        mbarrier.expect(bar, 3 * TILE_BYTES + SOLVE_AND_GATE_BYTES, pred=kind == OUTPUTS)
+        mbarrier.expect(bar, 2 * TILE_BYTES + SOLVE_AND_GATE_BYTES, pred=kind == LOCAL_STATE)
+        mbarrier.expect(bar, 1 * TILE_BYTES + SOLVE_AND_GATE_BYTES, pred=kind == TRANSITION)
+        load_tile(k_map, [at, k_head * 128], bar, keys.index(s))
+        if q_map is not None:
+            load_tile(q_map, [at, q_head * 128], bar, queries.index(s), pred=kind == OUTPUTS)
+        load_tile(solve_map, [row * 64, 0], bar, solves.index(s))
+        for part in gl.static_range(3):
+            load_tile(gates_map, [row, part * 128], bar, gates.index(s * 4 + part))
+        load_tile(v_map, [at, v_head * 128], bar, values.index(s), pred=kind != TRANSITION)
+
+
+@gluon.jit
+def _gate(gate, which: gl.constexpr, layout: gl.constexpr):
+    """[64] one of the six numbers per token of a stage's `gate` [512]."""
+    return gate.slice(which * 64, 64).load(layout)
+
+
+@gluon.jit
+def _query_scale(query, out, scale):
+    """out [64] = scale · the L2 norm's factor of each query row."""
+    for u in gl.static_range(4):
+        x = query.slice(16 * u, 16).load(ROWS_OF_A_GROUP).to(gl.float32)
+        out.slice(16 * u, 16).store(scale / gl.sqrt(gl.sum(x * x, 1) + L2NORM_EPS))
+
+
+@gluon.jit
+def score_partition(
+    queries,
+    keys,
+    values,
+    gates,
+    scores,
+    query_scales,
+    full,
+    empty,
+    scored,
+    clean,
+    num_chunks,
+    tail_rows,
+    scale,
+    kind,
+    WITH_OUTPUTS: gl.constexpr,
+    L2NORM: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Zeroes the tail, and for OUTPUTS makes P [64 queries, 64 keys], bf16, of every chunk.
+
+    A stage's P needs no barrier of its own against being overwritten: `full` follows `empty` of the chunk that used it.
+    """
+    for i in range(num_chunks):
+        s = i % STAGES
+        mbarrier.wait(full.index(s), (i // STAGES) & 1)
+        if (tail_rows > 0) & (i == num_chunks - 1):
+            zero_tail(keys.index(s), tail_rows, ROWS_OF_A_GROUP)
+            zero_tail(values.index(s), tail_rows, ROWS_OF_A_GROUP)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(clean, count=1)
+        if WITH_OUTPUTS:
+            if kind == OUTPUTS:
+                gate = gates.index(s)
+                zeros = gl.zeros([64, 32], gl.float32, M32)
+                if L2NORM:
+                    _query_scale(queries.index(s), query_scales.index(s), scale)
+                    barrier()
+                for half in gl.static_range(2):  # 32 keys at a time: fits this warpgroup's small share of registers
+                    k = keys.index(s).slice(32 * half, 32)
+                    pending = warpgroup_mma(queries.index(s), k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                    g_i = _gate(gate, LOG_DECAY, R32)
+                    g_j = gate.slice(LOG_DECAY * 64 + 32 * half, 32).load(C32)
+                    i_row = gl.arange(0, 64, layout=R32)[:, None]
+                    j_col = gl.arange(32 * half, 32 * half + 32, layout=C32)[None, :]
+                    seen = (i_row >= j_col) & ((j_col + 1).to(gl.float32) >= _gate(gate, RESET, R32)[:, None])
+                    decay = gl.exp2(g_i[:, None] - g_j[None, :])
+                    if L2NORM:
+                        decay = decay * query_scales.index(s).load(R32)[:, None]
+                        decay = decay * gate.slice(KEY * 64 + 32 * half, 32).load(C32)[None, :]
+                    else:
+                        decay = decay * scale
+                    p = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
+                    p = gl.where(seen, p * decay, 0.0)
+                    scores.index(s).slice(32 * half, 32, 1).store(p.to(gl.bfloat16))
+                fence_async_shared()
+                mbarrier.arrive(scored.index(s), count=1)
+        mbarrier.arrive(empty.index(s), count=1)
+
+
+@gluon.jit
+def _key_factors(gate, which: gl.constexpr, L2NORM: gl.constexpr):
+    x = _gate(gate, which, C64)
+    if L2NORM:
+        x = x * _gate(gate, KEY, C64)
+    return x
+
+
+@gluon.jit
+def _scan(
+    S,
+    keys,
+    values,
+    solves,
+    gates,
+    full,
+    empty,
+    clean,
+    num_chunks,
+    tail_rows,
+    SLAB: gl.constexpr,
+    WITH_VALUES: gl.constexpr,
+    L2NORM: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The state after all chunks, nothing else."""
+    bf16: gl.constexpr = gl.bfloat16
+    zeros = gl.zeros([64, 64], gl.float32, M64)
+    for i in range(num_chunks):
+        s = i % STAGES
+        gate = gates.index(s)
+        k = keys.index(s)
+        s16 = gl.convert_layout(S.to(bf16), A64)
+        mbarrier.wait(full.index(s), (i // STAGES) & 1)
+        mbarrier.wait(clean, 0, pred=(tail_rows > 0) & (i == num_chunks - 1))
+        pending_u = warpgroup_mma(s16, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if WITH_VALUES:
+            v = values.index(s).slice(SLAB * 64, 64, 1).permute((1, 0)).load(M64)
+        from_start = _key_factors(gate, FROM_START, L2NORM)
+        beta = _gate(gate, BETA, C64)
+        U = warpgroup_mma_wait(num_outstanding=0, deps=(pending_u,))
+        if WITH_VALUES:
+            w = ((v.to(gl.float32) - U * from_start[None, :]) * beta[None, :]).to(bf16)
+        else:
+            w = (U * -(from_start * beta)[None, :]).to(bf16)
+        w = gl.convert_layout(w, A64)
+        pending_n = warpgroup_mma(w, solves.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        S = S * gate.slice(FROM_START * 64 + 63, 1).load(C128)[None, :]
+        to_end = _key_factors(gate, TO_END, L2NORM)
+        N = warpgroup_mma_wait(num_outstanding=0, deps=(pending_n,))
+        n16 = gl.convert_layout((N * to_end[None, :]).to(bf16), A128)
+        pending_s = warpgroup_mma(n16, k, S, is_async=True)
+        S = warpgroup_mma_wait(num_outstanding=0, deps=(pending_s,))
+        mbarrier.arrive(empty.index(s), count=1)
+    return S
+
+
+@gluon.jit
+def _store_checkpoints(S, at, row_stride, tokens, rows, dump_row, entry, stop, position, chunks_done):
+    """Store S where a checkpoint stands in the chunk that follows: right there if on its first token, else the state
+    from which `checkpoints.finish` reaches it.  Returns the next entry and its position."""
+    while position // 64 == chunks_done:
+        row = gl.load(rows + entry)
+        if row != dump_row:
+            gl.store(at + row * row_stride, S)
+        entry += 1
+        position = gl.load(tokens + entry, mask=entry < stop, other=NO_MORE).to(gl.int32)
+    return entry, position
+
+
+@gluon.jit
+def _prefill(
+    S,
+    output_map,
+    output,
+    queries,
+    keys,
+    values,
+    solves,
+    gates,
+    scores,
+    query_scales,
+    staged,
+    full,
+    empty,
+    scored,
+    clean,
+    checkpoint_at,
+    checkpoint_tokens,
+    checkpoint_row,
+    checkpoint_dump,
+    checkpoint_entry,
+    checkpoint_stop,
+    token,
+    num_chunks,
+    tail_rows,
+    head,
+    H,
+    scale,
+    SLAB: gl.constexpr,
+    L2NORM: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Outputs of all chunks, checkpoints, and the state after them."""
+    bf16: gl.constexpr = gl.bfloat16
+    zeros = gl.zeros([64, 64], gl.float32, M64)
+    if checkpoint_at is not None:
+        stride = H.to(gl.int64) * 16384
+        position = gl.load(
+            checkpoint_tokens + checkpoint_entry, mask=checkpoint_entry < checkpoint_stop, other=NO_MORE
+        ).to(gl.int32)
+        checkpoint_entry, position = _store_checkpoints(
+            S,
+            checkpoint_at,
+            stride,
+            checkpoint_tokens,
+            checkpoint_row,
+            checkpoint_dump,
+            checkpoint_entry,
+            checkpoint_stop,
+            position,
+            0,
+        )
+    s16 = gl.convert_layout(S.to(bf16), A64)
+    for i in range(num_chunks):
+        s = i % STAGES
+        gate = gates.index(s)
+        k = keys.index(s)
+        mbarrier.wait(full.index(s), (i // STAGES) & 1)
+        mbarrier.wait(clean, 0, pred=(tail_rows > 0) & (i == num_chunks - 1))
+        pending_u = warpgroup_mma(s16, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        pending_q = warpgroup_mma(s16, queries.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        v = values.index(s).slice(SLAB * 64, 64, 1).permute((1, 0)).load(M64)
+        from_start = _key_factors(gate, FROM_START, L2NORM)
+        U = warpgroup_mma_wait(num_outstanding=1, deps=(pending_u,))
+        w = (v.to(gl.float32) - U * from_start[None, :]) * _gate(gate, BETA, C64)[None, :]
+        w = gl.convert_layout(w.to(bf16), A64)
+        pending_n = warpgroup_mma(w, solves.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        S = S * gate.slice(FROM_START * 64 + 63, 1).load(C128)[None, :]
+        from_entry = _gate(gate, FROM_START, C64)
+        if L2NORM:
+            mbarrier.wait(scored.index(s), (i // STAGES) & 1)
+            from_entry = from_entry * query_scales.index(s).load(C64)
+        else:
+            from_entry = from_entry * scale
+        out = warpgroup_mma_wait(num_outstanding=1, deps=(pending_q,))
+        out = out * from_entry[None, :]
+        to_end = _key_factors(gate, TO_END, L2NORM)
+        N = warpgroup_mma_wait(num_outstanding=0, deps=(pending_n,))
+        n16 = gl.convert_layout((N * to_end[None, :]).to(bf16), A128)
+        pending_s = warpgroup_mma(n16, k, S, is_async=True)
+        mbarrier.wait(scored.index(s), (i // STAGES) & 1)
+        n16 = gl.convert_layout(N.to(bf16), A64)
+        pending_o = warpgroup_mma(n16, scores.index(s).permute((1, 0)), out, is_async=True)
+        S = warpgroup_mma_wait(num_outstanding=1, deps=(pending_s,))
+        s16 = gl.convert_layout(S.to(bf16), A64)
+        tma.store_wait(pendings=0)
+        out = warpgroup_mma_wait(num_outstanding=0, deps=(pending_o,))
+        barrier()
+        mbarrier.arrive(empty.index(s), count=1)
+        at = token + i * 64
+        stage = staged.index(SLAB)
+        stage.permute((1, 0)).store(out.to(bf16))
+        if (tail_rows == 0) | (i < num_chunks - 1):
+            fence_async_shared()
+            barrier()
+            store_tile(output_map, [at, head * 128 + SLAB * 64], stage)
+        else:
+            barrier()
+            x = stage.load(OUT_ROWS)
+            row = gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_ROWS))
+            column = SLAB * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT_ROWS))
+            base = output + (at.to(gl.int64) * H + head) * 128
+            gl.store(base + row[:, None] * (H * 128) + column[None, :], x, mask=(row < tail_rows)[:, None])
+        if checkpoint_at is not None:
+            checkpoint_entry, position = _store_checkpoints(
+                S,
+                checkpoint_at,
+                stride,
+                checkpoint_tokens,
+                checkpoint_row,
+                checkpoint_dump,
+                checkpoint_entry,
+                checkpoint_stop,
+                position,
+                i + 1,
+            )
+    tma.store_wait(pendings=0)
+    return S
+
+
+@gluon.jit
+def state_partition(
+    output_map,
+    output,
+    queries,
+    keys,
+    values,
+    solves,
+    gates,
+    scores,
+    query_scales,
+    staged,
+    full,
+    empty,
+    scored,
+    clean,
+    entry_at,
+    exit_at,
+    checkpoints,
+    checkpoint_tokens,
+    checkpoint_row,
+    checkpoint_dump,
+    checkpoint_entry,
+    checkpoint_stop,
+    token,
+    num_chunks,
+    tail_rows,
+    head,
+    H,
+    scale,
+    kind,
+    from_entry,
+    diagonal,
+    leaves,
+    SLAB: gl.constexpr,
+    WITH_MAPS: gl.constexpr,
+    WITH_OUTPUTS: gl.constexpr,
+    L2NORM: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """State rows SLAB · 64 ... + 63: from entry_at where `from_entry`, else `diagonal` (1 or 0) times the identity; to
+    exit_at where `leaves`.  entry_at, exit_at point to fp32 [128, 128]; see `_prefill` and `_scan` for the rest."""
+    row = (SLAB * 64 + gl.arange(0, 64, layout=R128))[:, None]
+    column = gl.arange(0, 128, layout=C128)[None, :]
+    offset = row * 128 + column
+    S = gl.where(row == column, diagonal, 0.0)
+    S = S + gl.load(entry_at + offset, mask=offset < from_entry * 16384, other=0.0)
+    if WITH_OUTPUTS:
+        if kind == OUTPUTS:
+            S = _prefill(
+                S,
+                output_map,
+                output,
+                queries,
+                keys,
+                values,
+                solves,
+                gates,
+                scores,
+                query_scales,
+                staged,
+                full,
+                empty,
+                scored,
+                clean,
+                checkpoints + head * 16384 + offset if checkpoints is not None else None,
+                checkpoint_tokens,
+                checkpoint_row,
+                checkpoint_dump,
+                checkpoint_entry,
+                checkpoint_stop,
+                token,
+                num_chunks,
+                tail_rows,
+                head,
+                H,
+                scale,
+                SLAB,
+                L2NORM,
+                STAGES,
+            )
+    if WITH_MAPS:
+        if kind == LOCAL_STATE:
+            S = _scan(
+                S,
+                keys,
+                values,
+                solves,
+                gates,
+                full,
+                empty,
+                clean,
+                num_chunks,
+                tail_rows,
+                SLAB,
+                True,
+                L2NORM,
+                STAGES,
+            )
+        if kind == TRANSITION:
+            S = _scan(
+                S,
+                keys,
+                values,
+                solves,
+                gates,
+                full,
+                empty,
+                clean,
+                num_chunks,
+                tail_rows,
+                SLAB,
+                False,
+                L2NORM,
+                STAGES,
+            )
+    if leaves != 0:
+        gl.store(exit_at + offset, S)

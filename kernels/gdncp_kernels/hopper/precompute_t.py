@@ -1,0 +1,354 @@
+"""Stage 1: what a chunk of 64 tokens needs to know about itself, whatever state enters it.
+
+Per chunk and state head, i and j counting tokens from the chunk's start, G the cumulative log2 gates:
+
+    A_ij = β_i exp2(G_i − G_j) k_i·k_j  for j < i with no reset in between, else 0
+    T = (I + A)⁻¹   [64, 64]
+
+so that the tokens' updates are  U = T diag(β) (V − diag(from_start) K S0ᵀ)  for an entry state S0.  β stays out of T:
+its diagonal is then exactly 1, which takes half of bf16's rounding out of a chunk whose keys are nearly orthogonal.
+
+One warp per (chunk, key head), everything in 16 × 16 register blocks: K Kᵀ comes from mma.m16n8k16 on a TMA tile and
+is shared by the key head's state heads.  The inverse is built by doubling blocks, X ← X − X A X where two halves join,
+which is a forward substitution and safe for equal keys with β = 1.  A transposed 16 × 16 accumulator is, register for
+register, a right-hand operand, so X and Xᵀ are carried side by side and nothing moves between lanes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
+
+from gdncp_kernels.hopper import tensor_maps
+from gdncp_kernels.hopper.common import (
+    BETA,
+    CHUNK,
+    FROM_START,
+    KEY,
+    L2NORM_EPS,
+    LOG2E,
+    LOG_DECAY,
+    NUM_GATES,
+    RESET,
+    TO_END,
+    add,
+    barrier,
+    larger,
+    load_tile,
+    reinterpret,
+    store_tile,
+    zero_tail,
+)
+
+if TYPE_CHECKING:
+    from gdncp.backends.base import TokenInputs
+    from gdncp.work import WorkTable
+
+SMALLEST_LOG_GATE = gl.constexpr(-87.0)  # natural; anything below is a reset
+SMALLEST_GATE = gl.constexpr(1.6458115e-38)  # exp of it
+FORGETS_ALL = gl.constexpr(-1e9)  # growth of a chunk that holds a reset: sums of it stay finite
+
+MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
+ROW = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])))
+COL = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])))
+ROWS_OF_A_WARP = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0]))
+TOKENS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """One entry per flat chunk and state head, chunk-major; those of empty chunks are never written or read."""
+
+    solve: torch.Tensor  # [chunks · H · 64, 64] bf16: T
+    gates: torch.Tensor  # [chunks · H, NUM_GATES · 64] fp32: see `common`
+    growth: torch.Tensor  # [chunks · H] fp32: log2 of the product of a_t (see `forgetting`), rounded up
+
+
+@gluon.jit
+def _accurate_log2(x):
+    """log2 of fp32 x > 0 to fp32's relative precision, also near 1, where the hardware's is off by 2e-7 absolute."""
+    bits = x.to(gl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) >> 23  # so that the mantissa lies in [√½, √2)
+    mantissa = (bits - (exponent << 23)).to(gl.float32, bitcast=True)
+    t = (mantissa - 1.0) / (mantissa + 1.0)
+    s = t * t
+    series = 2.8853900817779268 + s * (0.9617966939259756 + s * (0.5770780163555854 + s * (0.4121986 + s * 0.32059893)))
+    return exponent.to(gl.float32) + t * series
+
+
+@gluon.jit
+def _load_gates(gate, beta, token, rows, H, head, LOG_SPACE: gl.constexpr):
+    """[64] log2 gate (0 for resets and past the chunk), reset mark (1 + position, 0: none) and beta."""
+    i = gl.arange(0, 64, layout=TOKENS)
+    at = (token + i) * H + head
+    log_alpha = gl.zeros([64], gl.float32, TOKENS)
+    reset = gl.zeros([64], gl.int32, TOKENS)
+    if gate is not None:
+        if LOG_SPACE:
+            x = gl.load(gate + at, mask=i < rows, other=0.0)
+            is_reset = x < SMALLEST_LOG_GATE
+            log_alpha = gl.where(is_reset, 0.0, x * LOG2E)
+        else:
+            x = gl.load(gate + at, mask=i < rows, other=1.0)
+            is_reset = x < SMALLEST_GATE
+            log_alpha = _accurate_log2(gl.where(is_reset, 1.0, x))
+        reset = gl.where(is_reset, i + 1, 0)
+    if beta is not None:
+        b = gl.load(beta + at, mask=i < rows, other=0.0)
+    else:
+        b = gl.where(i < rows, 1.0, 0.0)
+    return log_alpha, reset, b
+
+
+@gluon.jit
+def _times_transposed(a, b, acc):
+    """acc + a bᵀ of 16 × 16 fp16 blocks in accumulator layout: both conversions are register renames."""
+    return mma_v2(gl.convert_layout(a, LEFT), gl.convert_layout(b.permute((1, 0)), RIGHT), acc)
+
+
+@gluon.jit
+def _key_products(keys, i: gl.constexpr, j: gl.constexpr):
+    """K_i K_jᵀ of 16-row blocks of the tile [64, 128] -> fp32 [16, 16]."""
+    a = keys.slice(16 * i, 16).load(LEFT)
+    b = keys.slice(16 * j, 16).permute((1, 0)).load(RIGHT)
+    return mma_v2(a, b, gl.zeros([16, 16], gl.float32, MMA))
+
+
+@gluon.jit
+def _store_diagonal(out, products, i: gl.constexpr, row, col):
+    out.slice(16 * i, 16).store(gl.sum(gl.where(row == col, products, 0.0), 1))
+
+
+@gluon.jit
+def _row_factor(g, w, r, i: gl.constexpr):
+    """−β_i exp2(G_i − G_ref), ref the first row of block i; 0 where a reset lies between."""
+    g_i = g.slice(16 * i, 16).load(ROW)
+    factor = gl.exp2(g_i - g.slice(16 * i, 1).load(ROW))
+    return gl.where(r.slice(16 * i, 16).load(ROW) <= 16 * i + 1, -w.slice(16 * i, 16).load(ROW) * factor, 0.0)
+
+
+@gluon.jit
+def _below_diagonal(products, row_factor, g, r, norm, i: gl.constexpr, j: gl.constexpr, L2NORM: gl.constexpr):
+    """−A_ij of blocks i > j, fp16: row factor times exp2(G_ref − G_j)."""
+    factor = gl.exp2(g.slice(16 * i, 1).load(COL) - g.slice(16 * j, 16).load(COL))
+    col = 16 * j + gl.arange(0, 16, layout=COL)
+    factor = gl.where(r.slice(16 * i, 1).load(COL) <= col + 1, factor, 0.0)
+    if L2NORM:
+        factor = factor * norm.slice(16 * j, 16).load(COL)
+    return (products * row_factor[:, None] * factor[None, :]).to(gl.float16)
+
+
+@gluon.jit
+def _invert_diagonal(products, g, w, r, norm, i: gl.constexpr, row, col, eye, zeros, L2NORM: gl.constexpr):
+    """Inverse X of the unit lower 16 × 16 diagonal block i: X (fp32), X and Xᵀ (fp16)."""
+    difference = g.slice(16 * i, 16).load(ROW)[:, None] - g.slice(16 * i, 16).load(COL)[None, :]
+    weight = -w.slice(16 * i, 16).load(ROW)
+    a = products * weight[:, None] * gl.exp2(difference)
+    if L2NORM:
+        a = a * norm.slice(16 * i, 16).load(COL)[None, :]
+    a = gl.where((row > col) & (r.slice(16 * i, 16).load(ROW)[:, None] <= 16 * i + col + 1), a, 0.0)  # −A
+    X = gl.where((row // 2) == (col // 2), a, 0.0) + eye
+    x = X.to(gl.float16)
+    XT = _times_transposed(eye.to(gl.float16), x, zeros)
+    for level in gl.static_range(1, 4):
+        joins = ((row // (2 * 2**level)) == (col // (2 * 2**level))) & ((row // (2**level)) != (col // (2**level)))
+        xt = XT.to(gl.float16)
+        y = _times_transposed(xt, gl.where(joins, a, 0.0).to(gl.float16), zeros).to(gl.float16)  # (−A X)ᵀ
+        X = _times_transposed(x, y, X)  # X − X A X
+        XT = _times_transposed(y, x, XT)
+        x = X.to(gl.float16)
+    return X, x, XT.to(gl.float16)
+
+
+@gluon.jit
+def _put(out, x, i: gl.constexpr, j: gl.constexpr):
+    out.slice(16 * i, 16).slice(16 * j, 16, 1).store(x.to(gl.bfloat16))
+
+
+@gluon.jit(do_not_specialize=["H", "HK"])
+def precompute_t_kernel(
+    k_map,
+    solve_map,
+    gate,
+    beta,
+    gates,
+    growth,
+    token_start,
+    num_tokens,
+    chunk_item,
+    chunk_ordinal,
+    H,
+    HK,
+    LOG_SPACE: gl.constexpr,
+    L2NORM: gl.constexpr,
+):
+    """Grid (chunks · HK,), one warp each.  Maps: see `tensor_maps`; solve, gates and growth: see `Tiles`."""
+    chunk = gl.program_id(0) // HK
+    key_head = gl.program_id(0) % HK
+    item = gl.load(chunk_item + chunk)
+    before = gl.load(chunk_ordinal + chunk) * 64
+    token = gl.load(token_start + item) + before
+    rows = gl.minimum(gl.load(num_tokens + item) - before, 64).to(gl.int32)
+    if rows <= 0:
+        return
+    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    keys = gl.allocate_shared_memory(gl.bfloat16, [64, 128], tile)
+    g = gl.allocate_shared_memory(gl.float32, [64], plain)
+    w = gl.allocate_shared_memory(gl.float32, [64], plain)  # what A's rows are weighed by: beta, times the key's norm
+    r = gl.allocate_shared_memory(gl.int32, [64], plain)
+    norm = gl.allocate_shared_memory(gl.float32, [64], plain)
+    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(arrived, count=1)
+    mbarrier.expect(arrived, 64 * 128 * 2)
+    load_tile(k_map, [token.to(gl.int32), key_head * 128], arrived, keys)
+
+    group = H // HK
+    first_head = key_head * group
+    log_alpha, reset, b = _load_gates(gate, beta, token, rows, H, first_head, LOG_SPACE)
+    i64 = gl.arange(0, 64, layout=TOKENS)
+    row = gl.arange(0, 16, layout=ROW)[:, None]
+    col = gl.arange(0, 16, layout=COL)[None, :]
+    eye = gl.where(row == col, 1.0, 0.0)
+    zeros = gl.zeros([16, 16], gl.float32, MMA)
+    mbarrier.wait(arrived, 0)
+    if rows < 64:  # what follows the item is a neighbour's, and may be NaN
+        zero_tail(keys, rows, ROWS_OF_A_WARP)
+    k00 = _key_products(keys, 0, 0)
+    k10 = _key_products(keys, 1, 0)
+    k11 = _key_products(keys, 1, 1)
+    k20 = _key_products(keys, 2, 0)
+    k21 = _key_products(keys, 2, 1)
+    k22 = _key_products(keys, 2, 2)
+    k30 = _key_products(keys, 3, 0)
+    k31 = _key_products(keys, 3, 1)
+    k32 = _key_products(keys, 3, 2)
+    k33 = _key_products(keys, 3, 3)
+    _store_diagonal(norm, k00, 0, row, col)
+    _store_diagonal(norm, k11, 1, row, col)
+    _store_diagonal(norm, k22, 2, row, col)
+    _store_diagonal(norm, k33, 3, row, col)
+    barrier()
+    square = norm.load(TOKENS)  # ‖k‖²
+    key = square
+    if L2NORM:
+        key = 1.0 / gl.sqrt(square + L2NORM_EPS)
+        square = square * key * key
+        barrier()
+        norm.store(key)
+    barrier()
+    staged = reinterpret(keys, gl.bfloat16, [2, 64, 64], tile)  # the keys are used up: their memory stages T
+    zeros16 = gl.zeros([16, 16], gl.bfloat16, MMA)
+    for u in gl.static_range(2):
+        half = staged.index(u)
+        half.slice(0, 16).slice(16, 16, 1).store(zeros16)
+        half.slice(0, 16).slice(32, 16, 1).store(zeros16)
+        half.slice(0, 16).slice(48, 16, 1).store(zeros16)
+        half.slice(16, 16).slice(32, 16, 1).store(zeros16)
+        half.slice(16, 16).slice(48, 16, 1).store(zeros16)
+        half.slice(32, 16).slice(48, 16, 1).store(zeros16)
+
+    for n in range(group):
+        entry = chunk * H + first_head + n
+        log64 = gl.associative_scan(log_alpha.to(gl.float64), 0, add)
+        last_reset = gl.associative_scan(reset, 0, larger)
+        total64 = gl.sum(gl.where(i64 == 63, log64, 0.0), 0)
+        total = total64.to(gl.float32)
+        chunk_reset = gl.max(reset, 0)
+        log_decay = log64.to(gl.float32)
+        g.store(log_decay)
+        r.store(last_reset)
+        w.store(b * key if L2NORM else b)
+
+        out = gates + entry.to(gl.int64) * (6 * 64) + i64
+        gl.store(out + LOG_DECAY * 64, log_decay)
+        gl.store(out + FROM_START * 64, gl.where(last_reset == 0, gl.exp2(log_decay), 0.0))
+        remaining = (total64 - log64).to(gl.float32)
+        gl.store(out + TO_END * 64, gl.where(chunk_reset <= i64 + 1, gl.exp2(remaining), 0.0))
+        gl.store(out + BETA * 64, b)
+        gl.store(out + RESET * 64, last_reset.to(gl.float32))
+        gl.store(out + KEY * 64, key)
+        # a_t = α_t max(1, |1 − β_t ‖k_t‖²|), rounded up: 128 fp32 additions made ‖k‖², log2 is off by 2e-7
+        along = b * square
+        stretch = gl.abs(1.0 - along) + 2e-5 * gl.abs(along)
+        stretch_log = gl.sum(gl.where(stretch > 1.0, gl.log2(stretch) + 5e-7, 0.0), 0)
+        slack = 1e-6 * (gl.abs(total) + stretch_log)
+        gl.store(growth + entry, gl.where(chunk_reset > 0, FORGETS_ALL, total + stretch_log + slack))
+
+        following = first_head + gl.minimum(n + 1, group - 1)  # its gates travel while this head is inverted
+        log_alpha, reset, b = _load_gates(gate, beta, token, rows, H, following, LOG_SPACE)
+
+        X0, _, t0 = _invert_diagonal(k00, g, w, r, norm, 0, row, col, eye, zeros, L2NORM)
+        X1, x1, t1 = _invert_diagonal(k11, g, w, r, norm, 1, row, col, eye, zeros, L2NORM)
+        f1 = _row_factor(g, w, r, 1)
+        s = _times_transposed(t0, _below_diagonal(k10, f1, g, r, norm, 1, 0, L2NORM), zeros).to(gl.float16)
+        Y10 = _times_transposed(x1, s, zeros)
+        y10t = _times_transposed(s, x1, zeros).to(gl.float16)
+        f2 = _row_factor(g, w, r, 2)
+        a20 = _below_diagonal(k20, f2, g, r, norm, 2, 0, L2NORM)
+        a21 = _below_diagonal(k21, f2, g, r, norm, 2, 1, L2NORM)
+        f3 = _row_factor(g, w, r, 3)
+        a30 = _below_diagonal(k30, f3, g, r, norm, 3, 0, L2NORM)
+        a31 = _below_diagonal(k31, f3, g, r, norm, 3, 1, L2NORM)
+        b00 = _times_transposed(y10t, a21, _times_transposed(t0, a20, zeros)).to(gl.float16)
+        b01 = _times_transposed(y10t, a31, _times_transposed(t0, a30, zeros)).to(gl.float16)
+        b10 = _times_transposed(t1, a21, zeros).to(gl.float16)
+        b11 = _times_transposed(t1, a31, zeros).to(gl.float16)
+        tma.store_wait(pendings=1)
+        half = staged.index(n & 1)
+        _put(half, X0, 0, 0)
+        _put(half, X1, 1, 1)
+        _put(half, Y10, 1, 0)
+        X2, x2, t2 = _invert_diagonal(k22, g, w, r, norm, 2, row, col, eye, zeros, L2NORM)
+        X3, x3, _ = _invert_diagonal(k33, g, w, r, norm, 3, row, col, eye, zeros, L2NORM)
+        s2 = _times_transposed(t2, _below_diagonal(k32, f3, g, r, norm, 3, 2, L2NORM), zeros).to(gl.float16)
+        Y32 = _times_transposed(x3, s2, zeros)
+        y32 = Y32.to(gl.float16)
+        _put(half, X2, 2, 2)
+        _put(half, X3, 3, 3)
+        _put(half, Y32, 3, 2)
+        _put(half, _times_transposed(x2, b00, zeros), 2, 0)
+        _put(half, _times_transposed(x2, b10, zeros), 2, 1)
+        _put(half, _times_transposed(x3, b01, _times_transposed(y32, b00, zeros)), 3, 0)
+        _put(half, _times_transposed(x3, b11, _times_transposed(y32, b10, zeros)), 3, 1)
+        fence_async_shared()
+        barrier()
+        store_tile(solve_map, [entry * 64, 0], half)
+    tma.store_wait(pendings=0)
+
+
+def precompute_t(inputs: TokenInputs, table: WorkTable) -> Tiles:
+    """Launch stage 1 over the table's chunks."""
+    num_heads, num_k_heads = inputs.num_state_heads, inputs.k.shape[1]
+    device, entries = inputs.k.device, table.num_chunks * num_heads
+    tiles = Tiles(
+        solve=torch.empty(entries * CHUNK, CHUNK, dtype=torch.bfloat16, device=device),
+        gates=torch.empty(entries, NUM_GATES * CHUNK, dtype=torch.float32, device=device),
+        growth=torch.empty(entries, dtype=torch.float32, device=device),
+    )
+    if table.num_chunks and inputs.k.shape[0]:
+        precompute_t_kernel[(table.num_chunks * num_k_heads,)](
+            tensor_maps.tokens(inputs.k),
+            tensor_maps.solve(tiles.solve),
+            inputs.gate,
+            inputs.beta,
+            tiles.gates,
+            tiles.growth,
+            table.token_start,
+            table.num_tokens,
+            table.chunk_item,
+            table.chunk_ordinal,
+            num_heads,
+            num_k_heads,
+            LOG_SPACE=inputs.gate_space == "log",
+            L2NORM=inputs.use_qk_l2norm,
+            num_warps=1,
+        )
+    return tiles

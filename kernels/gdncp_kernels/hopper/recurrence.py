@@ -1,0 +1,468 @@
+"""Stages 2 and 4: one kernel that moves states through the chunks of CP chunks.  What its warps do: `partitions`."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from gdncp_kernels.hopper import checkpoints as inner_checkpoints
+from gdncp_kernels.hopper import forgetting, tensor_maps
+from gdncp_kernels.hopper.common import add, reinterpret
+from gdncp_kernels.hopper.partitions import (
+    LOCAL_STATE,
+    TRANSITION,
+    load_partition,
+    score_partition,
+    state_partition,
+)
+
+if TYPE_CHECKING:
+    from gdncp.backends.base import AffineMaps, Sinks, TokenInputs
+    from gdncp.work import WorkTable
+    from gdncp_kernels.hopper.precompute_t import Tiles
+
+# Ring stages, and registers of a state and of a score thread: 2 · 208 + 72 + 24 <= 512.  With fewer than 208 for the
+# state ptxas waits for every wgmma before it issues the next.
+STAGES, STATE_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS = 3, 208, 72, 24
+GROWTH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+ALL_FORGOTTEN = gl.constexpr(-5e8)  # log2 growth below this: a reset
+
+
+@gluon.jit
+def _cut(growth, num_chunks, H, log2_forget_below):
+    """log2 of the product of a_t over the item, float64, and the chunk its scan may start from: the latest one from
+    which the product is below the threshold, if it is so from the item's start; else 0."""
+    lane = gl.arange(0, 128, layout=GROWTH)
+    after = gl.to_tensor(0.0).to(gl.float64)
+    start = gl.to_tensor(0)
+    for block in range((num_chunks + 127) // 128):
+        c = num_chunks - (block + 1) * 128 + lane
+        x = gl.load(growth + c.to(gl.int64) * H, mask=c >= 0, other=0.0).to(gl.float64)
+        total = gl.sum(x, 0)
+        from_here = after + total - gl.associative_scan(x, 0, add) + x
+        below = (c >= 0) & (from_here < log2_forget_below)
+        start = gl.maximum(start, gl.max(gl.where(below, c, 0), 0))
+        after = after + total
+    return after, gl.where(after < log2_forget_below, start, 0)
+
+
+@gluon.jit
+def _exp2_up(x):
+    """fp32, not below 2^x of a float64 scalar x; exactly 0 behind a reset."""
+    near = x.to(gl.float32)
+    y = gl.exp2(near + gl.abs(near) * 1.2e-7) * 1.000001
+    return gl.where(x < ALL_FORGOTTEN, 0.0, gl.maximum(y, 1.1754944e-38))
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "scale",
+        "log2_forget_below",
+        "map_dump",
+        "final_dump",
+        "checkpoint_dump",
+        "H",
+        "HQ",
+        "HK",
+        "HV",
+    ]
+)
+def recurrence_kernel(
+    q_map,
+    k_map,
+    v_map,
+    solve_map,
+    gates_map,
+    output_map,
+    output,
+    token_start,
+    num_tokens,
+    first_chunk,
+    item_row,
+    entry_states,
+    final_row,
+    final_states,
+    checkpoint_start,
+    checkpoint_tokens,
+    checkpoint_row,
+    checkpoints,
+    map_item,
+    map_row,
+    map_is_first,
+    growth,
+    transition,
+    local_state,
+    gain,
+    dropped,
+    forgot,
+    scanned,
+    start_chunk,
+    scale,
+    log2_forget_below,
+    map_dump,
+    final_dump,
+    checkpoint_dump,
+    H,
+    HQ,
+    HK,
+    HV,
+    WITH_MAPS: gl.constexpr,
+    WITH_OUTPUTS: gl.constexpr,
+    L2NORM: gl.constexpr,
+    STAGES: gl.constexpr,
+    STATE_REGISTERS: gl.constexpr,
+    SCORE_REGISTERS: gl.constexpr,
+    LOAD_REGISTERS: gl.constexpr,
+):
+    """Grid (items · H,) with outputs, (maps · 2 · H,) with maps (first N, then M, of a map); num_warps = 4."""
+    head = gl.program_id(0) % H
+    unit = gl.program_id(0) // H
+    diagonal = gl.to_tensor(0.0)
+    if WITH_OUTPUTS:
+        kind = gl.to_tensor(0)
+        item = unit.to(gl.int64)
+    else:
+        kind = 1 + unit % 2
+        map_ = unit // 2
+        item = gl.load(map_item + map_)
+    tokens = gl.load(num_tokens + item).to(gl.int32)
+    token = gl.load(token_start + item).to(gl.int32)
+    chunk = gl.load(first_chunk + item)
+    num_chunks = (tokens + 63) // 64
+    tail_rows = tokens % 64
+    entry_at = entry_states + (gl.load(item_row + item) * H + head) * 16384
+    checkpoint_entry = gl.to_tensor(0)
+    checkpoint_stop = gl.to_tensor(0)
+    if WITH_OUTPUTS:
+        from_entry = gl.to_tensor(1)
+        row = gl.load(final_row + item)
+        exit_at = final_states + (row * H + head) * 16384
+        leaves = (row != final_dump).to(gl.int32)
+        if checkpoints is not None:
+            checkpoint_entry = gl.load(checkpoint_start + item).to(gl.int32)
+            checkpoint_stop = gl.load(checkpoint_start + item + 1).to(gl.int32)
+    else:
+        row = gl.load(map_row + map_)
+        is_first = gl.load(map_is_first + map_).to(gl.int32)
+        leaves = (row != map_dump).to(gl.int32)
+        log2_gain, start = _cut(growth + chunk * H + head, num_chunks, H, log2_forget_below)
+        forgets = log2_gain < log2_forget_below
+        if kind == LOCAL_STATE:
+            if leaves != 0:
+                at = row * H + head
+                gl.store(gain + at, _exp2_up(log2_gain))
+                gl.store(forgot + at, forgets.to(gl.uint8))
+                gl.store(scanned + at, tokens - start * 64)
+                gl.store(dropped + at, 0.0)
+            gl.store(start_chunk + map_ * H + head, gl.where(leaves != 0, start, 0))
+        exit_at = local_state + (row * H + head) * 16384
+        from_entry = is_first * (start == 0).to(gl.int32)
+        if kind == TRANSITION:  # of a first CP chunk, or one that forgets all of its entry state: zero
+            exit_at = transition + (row * H + head) * 16384
+            from_entry = 0
+            vanishes = (is_first != 0) | forgets
+            start = gl.where(vanishes, num_chunks, 0)
+            diagonal = gl.where(vanishes, 0.0, 1.0)
+        start = gl.where(leaves != 0, start, num_chunks)
+        token += start * 64
+        chunk += start
+        num_chunks -= start
+        tail_rows = gl.where(num_chunks > 0, tail_rows, 0)
+
+    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    flat: gl.constexpr = gl.NVMMASharedLayout(0, 32)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    signal: gl.constexpr = mbarrier.MBarrierLayout()
+    keys = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], tile)
+    values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], tile)
+    solves = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
+    gate_tiles = gl.allocate_shared_memory(gl.float32, [4 * STAGES, 1, 128], flat)  # 3 of 4 used
+    gates = reinterpret(gate_tiles, gl.float32, [STAGES, 512], plain)
+    if WITH_OUTPUTS:
+        queries = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], tile)
+        scores = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
+        staged = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tile)
+        query_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 64], plain)
+    else:
+        queries = keys
+        scores = solves
+        staged = solves
+        query_scales = gates
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], signal)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], signal)
+    scored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], signal)
+    clean = gl.allocate_shared_memory(gl.int64, [1], signal)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=3)
+        mbarrier.init(scored.index(s), count=1)
+    mbarrier.init(clean, count=1)
+
+    q_head = head * HQ // H
+    k_head = head * HK // H
+    v_head = head * HV // H
+    entry = (chunk * H + head).to(gl.int32)
+    gl.warp_specialize(
+        [
+            (
+                state_partition,
+                (
+                    output_map,
+                    output,
+                    queries,
+                    keys,
+                    values,
+                    solves,
+                    gates,
+                    scores,
+                    query_scales,
+                    staged,
+                    full,
+                    empty,
+                    scored,
+                    clean,
+                    entry_at,
+                    exit_at,
+                    checkpoints,
+                    checkpoint_tokens,
+                    checkpoint_row,
+                    checkpoint_dump,
+                    checkpoint_entry,
+                    checkpoint_stop,
+                    token,
+                    num_chunks,
+                    tail_rows,
+                    head,
+                    H,
+                    scale,
+                    kind,
+                    from_entry,
+                    diagonal,
+                    leaves,
+                    0,
+                    WITH_MAPS,
+                    WITH_OUTPUTS,
+                    L2NORM,
+                    STAGES,
+                ),
+            ),
+            (
+                state_partition,
+                (
+                    output_map,
+                    output,
+                    queries,
+                    keys,
+                    values,
+                    solves,
+                    gates,
+                    scores,
+                    query_scales,
+                    staged,
+                    full,
+                    empty,
+                    scored,
+                    clean,
+                    entry_at,
+                    exit_at,
+                    checkpoints,
+                    checkpoint_tokens,
+                    checkpoint_row,
+                    checkpoint_dump,
+                    checkpoint_entry,
+                    checkpoint_stop,
+                    token,
+                    num_chunks,
+                    tail_rows,
+                    head,
+                    H,
+                    scale,
+                    kind,
+                    from_entry,
+                    diagonal,
+                    leaves,
+                    1,
+                    WITH_MAPS,
+                    WITH_OUTPUTS,
+                    L2NORM,
+                    STAGES,
+                ),
+            ),
+            (
+                score_partition,
+                (
+                    queries,
+                    keys,
+                    values,
+                    gates,
+                    scores,
+                    query_scales,
+                    full,
+                    empty,
+                    scored,
+                    clean,
+                    num_chunks,
+                    tail_rows,
+                    scale,
+                    kind,
+                    WITH_OUTPUTS,
+                    L2NORM,
+                    STAGES,
+                ),
+            ),
+            (
+                load_partition,
+                (
+                    q_map,
+                    k_map,
+                    v_map,
+                    solve_map,
+                    gates_map,
+                    queries,
+                    keys,
+                    values,
+                    solves,
+                    gate_tiles,
+                    full,
+                    empty,
+                    token,
+                    entry,
+                    num_chunks,
+                    q_head,
+                    k_head,
+                    v_head,
+                    H,
+                    kind,
+                    STAGES,
+                ),
+            ),
+        ],
+        [4, 4, 1],
+        [STATE_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS],
+    )
+
+
+def precompute_mn(
+    inputs: TokenInputs,
+    tiles: Tiles,
+    table: WorkTable,
+    entry_states: torch.Tensor,
+    maps: AffineMaps,
+    forget_below: float,
+) -> None:
+    """Launch stage 2 over the table's maps."""
+    if not table.num_maps:
+        return
+    num_heads, device = inputs.num_state_heads, inputs.k.device
+    # a table built on the device pads with maps that go to the last row, which nobody reads
+    dump_row = maps.transition.shape[0] - 1 if table.host is None else -1
+    start_chunk = torch.empty(table.num_maps, num_heads, dtype=torch.int32, device=device)
+    if forget_below > 0:  # rounded down
+        threshold = math.log2(forget_below)
+        threshold -= 1e-6 * max(abs(threshold), 1.0)
+    else:
+        threshold = -1e30  # below any product, resets too
+    recurrence_kernel[(table.num_maps * 2 * num_heads,)](
+        None,
+        tensor_maps.tokens(inputs.k),
+        tensor_maps.tokens(inputs.v),
+        tensor_maps.solve(tiles.solve),
+        tensor_maps.gates(tiles.gates),
+        None,
+        None,
+        table.token_start,
+        table.num_tokens,
+        table.first_chunk,
+        table.item_row,
+        entry_states,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        table.map_item,
+        table.map_row,
+        table.map_is_first.view(torch.uint8),
+        tiles.growth,
+        maps.transition,
+        maps.local_state,
+        maps.gain,
+        maps.dropped,
+        maps.forgot.view(torch.uint8),
+        maps.scanned,
+        start_chunk,
+        inputs.scale,
+        threshold,
+        dump_row,
+        None,
+        None,
+        num_heads,
+        inputs.q.shape[1],
+        inputs.k.shape[1],
+        inputs.v.shape[1],
+        WITH_MAPS=True,
+        WITH_OUTPUTS=False,
+        L2NORM=inputs.use_qk_l2norm,
+        STAGES=STAGES,
+        STATE_REGISTERS=STATE_REGISTERS,
+        SCORE_REGISTERS=SCORE_REGISTERS,
+        LOAD_REGISTERS=LOAD_REGISTERS,
+        num_warps=4,
+    )
+    if forget_below > 0:
+        forgetting.fill_dropped(inputs, tiles, table, entry_states, maps, start_chunk, dump_row)
+
+
+def cp_prefill(inputs: TokenInputs, tiles: Tiles, table: WorkTable, entry_states: torch.Tensor, sinks: Sinks) -> None:
+    """Launch stage 4 over the table's items."""
+    if not table.num_items:
+        return
+    num_heads = inputs.num_state_heads
+    checkpoints = sinks.checkpoints if table.num_checkpoints else None
+    given = checkpoints is not None
+    recurrence_kernel[(table.num_items * num_heads,)](
+        tensor_maps.tokens(inputs.q),
+        tensor_maps.tokens(inputs.k),
+        tensor_maps.tokens(inputs.v),
+        tensor_maps.solve(tiles.solve),
+        tensor_maps.gates(tiles.gates),
+        tensor_maps.output(sinks.output),
+        sinks.output,
+        table.token_start,
+        table.num_tokens,
+        table.first_chunk,
+        table.item_row,
+        entry_states,
+        table.final_row,
+        sinks.final_states,
+        inner_checkpoints.starts(table) if given else None,
+        table.checkpoint_tokens if given else None,
+        table.checkpoint_row if given else None,
+        checkpoints,
+        *[None] * 11,
+        inputs.scale,
+        None,
+        None,
+        sinks.final_states.shape[0] - 1,
+        checkpoints.shape[0] - 1 if checkpoints is not None else None,
+        num_heads,
+        inputs.q.shape[1],
+        inputs.k.shape[1],
+        inputs.v.shape[1],
+        WITH_MAPS=False,
+        WITH_OUTPUTS=True,
+        L2NORM=inputs.use_qk_l2norm,
+        STAGES=STAGES,
+        STATE_REGISTERS=STATE_REGISTERS,
+        SCORE_REGISTERS=SCORE_REGISTERS,
+        LOAD_REGISTERS=LOAD_REGISTERS,
+        num_warps=4,
+    )
+    if checkpoints is not None:
+        inner_checkpoints.finish(inputs, tiles, table, checkpoints)

@@ -1,0 +1,214 @@
+"""The Hopper kernels against the float64 oracle and against the torch set, on a Hopper GPU; refusals anywhere."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gdncp.backends import get_backend, select_backend
+from gdncp.backends.base import TokenInputs
+from gdncp.backends.hopper_backend import HopperBackend
+from gdncp.backends.torch_backend import TorchBackend
+from tests.backends import driver
+from tests.numeric import TOLERANCE, TOLERANCE_BETA_ABOVE_1, assert_output, assert_within
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+hopper_only = pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.0")
+
+SEQ_LENS = [777, 64, 0, 330, 1500, 1]  # tails, one chunk, nothing, one token; 1500 tokens are six CP chunks of 256
+HEADS = {"equal": (2, 2, 2), "gva": (1, 1, 3), "gqa": (4, 2, 2)}
+
+
+def make_inputs(num_tokens: int, heads=(1, 1, 2), l2norm=False, **arguments) -> TokenInputs:
+    inputs = driver.make_inputs(num_tokens, heads, 128, 128, dtype=torch.bfloat16, **arguments)
+    if l2norm:  # rows of any length
+        lengths = torch.logspace(-1, 1, num_tokens)[:, None, None]
+        q, k = (inputs.q.float() * lengths).bfloat16(), (inputs.k.float() * lengths.flip(0)).bfloat16()
+        inputs = replace(inputs, q=q, k=k, use_qk_l2norm=True)
+    return inputs
+
+
+def on_gpu(inputs: TokenInputs) -> TokenInputs:
+    names = ("q", "k", "v", "gate", "beta")
+    return replace(inputs, **{n: None if getattr(inputs, n) is None else getattr(inputs, n).cuda() for n in names})
+
+
+def assert_matches_oracle(result, inputs, seq_lens, initial, tolerance, **arguments):
+    expected = driver.oracle(inputs, seq_lens, initial, **arguments)
+    assert_output(result.output, expected.output, seq_lens, tolerance)
+    assert_within(result.final_state, expected.final_state, tolerance, what="final state")
+    if expected.checkpoints.numel():
+        assert_within(result.checkpoints, expected.checkpoints, tolerance, what="checkpoints")
+
+
+@hopper_only
+@pytest.mark.parametrize("gates", driver.GATES)
+@pytest.mark.parametrize("l2norm", [False, True], ids=["raw", "l2norm"])
+def test_gates(gates, l2norm):
+    inputs = make_inputs(sum(SEQ_LENS), gates=gates, l2norm=l2norm)
+    initial = driver.make_state(len(SEQ_LENS), inputs)
+    result = driver.run(on_gpu(inputs), SEQ_LENS, 256, initial.cuda(), backend=HopperBackend())
+    assert_matches_oracle(result, inputs, SEQ_LENS, initial, TOLERANCE[torch.bfloat16])
+
+
+@hopper_only
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_heads_linear_gates_and_no_state(heads):
+    inputs = make_inputs(sum(SEQ_LENS), heads, gates="resets", gate_space="linear", l2norm=True)
+    result = driver.run(on_gpu(inputs), SEQ_LENS, 128, backend=HopperBackend())
+    assert_matches_oracle(result, inputs, SEQ_LENS, None, TOLERANCE[torch.bfloat16])
+
+
+@hopper_only
+@pytest.mark.parametrize("beta", [(0.0, 2.0), (1.0, 2.0), None], ids=str)
+def test_beta_above_one_and_none(beta):
+    inputs = make_inputs(2000, beta=beta, gates="weak")
+    initial = driver.make_state(1, inputs)
+    result = driver.run(on_gpu(inputs), [2000], 192, initial.cuda(), backend=HopperBackend())
+    tolerance = (TOLERANCE if beta is None else TOLERANCE_BETA_ABOVE_1)[torch.bfloat16]
+    assert_matches_oracle(result, inputs, [2000], initial, tolerance)
+
+
+@hopper_only
+def test_many_cp_chunks_that_never_forget():
+    inputs = make_inputs(8192, (1, 1, 1))
+    split = driver.run(on_gpu(inputs), [8192], 128, backend=HopperBackend())
+    assert_matches_oracle(split, inputs, [8192], None, TOLERANCE[torch.bfloat16])
+
+
+@hopper_only
+def test_scale_and_alike_keys():
+    inputs = make_inputs(700, beta=(0.5, 1.0), gates="weak")
+    k = torch.nn.functional.normalize(0.5 * inputs.k.float() + inputs.k[:1].float(), dim=-1).bfloat16()
+    inputs = replace(inputs, k=k, scale=-1.7)
+    result = driver.run(on_gpu(inputs), [700], 256, backend=HopperBackend())
+    assert_matches_oracle(result, inputs, [700], None, TOLERANCE[torch.bfloat16])
+
+
+@hopper_only
+@pytest.mark.parametrize("l2norm", [False, True], ids=["raw", "l2norm"])
+def test_checkpoints_anywhere(l2norm):
+    lens = [300, 0, 64, 129]
+    positions = [[1, 5, 64, 100, 128, 299, 300], [], [64], [63, 65, 129]]
+    inputs = make_inputs(sum(lens), gates="resets", l2norm=l2norm)
+    initial = driver.make_state(len(lens), inputs)
+    gpu = on_gpu(inputs)
+    result = driver.run(gpu, lens, 192, initial.cuda(), positions=positions, backend=HopperBackend())
+    tolerance = TOLERANCE[torch.bfloat16]
+    assert_matches_oracle(result, inputs, lens, initial, tolerance, checkpoint_positions=positions)
+    without = driver.run(gpu, lens, 192, initial.cuda(), backend=HopperBackend())
+    assert torch.equal(result.output, without.output) and torch.equal(result.final_state, without.final_state)
+
+
+@hopper_only
+def test_maps_and_their_bounds_are_those_of_the_torch_set():
+    inputs = on_gpu(make_inputs(1200, (2, 2, 6), gates="mixed", l2norm=True))
+    initial = driver.make_state(2, inputs).cuda()
+    lens = [1000, 200]
+    for forget_below in (0.0, 2.0**-16):
+        ours, theirs = (
+            driver.run(inputs, lens, 320, initial, forget_below=forget_below, backend=b)
+            for b in (HopperBackend(), TorchBackend())
+        )
+        a, b = ours.maps[0], theirs.maps[0]
+        assert torch.equal(a.scanned, b.scanned) and torch.equal(a.forgot, b.forgot)
+        assert_within(a.transition, b.transition, 5e-3, what="transition")  # bf16 operands
+        assert_within(a.local_state, b.local_state, 5e-3, what="local state")
+        for x, y in ((a.gain, b.gain), (a.dropped, b.dropped)):  # upper bounds, a little wider than float64's
+            assert bool((x >= y * (1 - 1e-6)).all()) and bool((x <= y * 1.02 + 1e-37).all())
+        assert bool(a.forgot.any()) == (forget_below > 0) and not bool(a.forgot.all())
+    assert bool((a.dropped > 0).any())
+
+
+@hopper_only
+def test_forgetting_changes_no_more_than_its_bound():
+    inputs = make_inputs(3000, (1, 1, 4), gates="mixed")
+    gpu = on_gpu(inputs)
+    exact, cut = (driver.run(gpu, [3000], 512, forget_below=f, backend=HopperBackend()) for f in (0.0, 2.0**-16))
+    assert bool(cut.maps[0].forgot.any())
+    assert_output(cut.output.cpu(), exact.output.cpu(), [3000], 1e-3)
+    assert_matches_oracle(cut, inputs, [3000], None, TOLERANCE[torch.bfloat16])
+
+
+@hopper_only
+def test_lengths_on_the_device_give_the_bits_of_the_plan():
+    inputs = on_gpu(make_inputs(sum(SEQ_LENS), gates="mixed"))
+    initial = driver.make_state(len(SEQ_LENS), inputs).cuda()
+    offsets = torch.tensor([0, *torch.tensor(SEQ_LENS).cumsum(0).tolist()], device="cuda")
+    backend, arguments = HopperBackend(), {"forget_below": 2.0**-16, "every": 128}
+    planned = driver.run(inputs, SEQ_LENS, 256, initial, backend=backend, **arguments)
+    built = driver.run_from_device(inputs, offsets, 256, initial, backend=backend, **arguments)
+    assert torch.equal(planned.output, built.output)
+    assert torch.equal(planned.final_state, built.final_state)
+    assert torch.equal(planned.checkpoints, built.checkpoints[: planned.checkpoints.shape[0]])
+
+
+@hopper_only
+def test_neighbours_that_are_nan_and_rows_that_nothing_covers():
+    lens = [100, 70, 200, 30]  # each but the last ends inside a chunk that its neighbour's rows fill
+    inputs = on_gpu(make_inputs(sum(lens) + 50, gates="mixed", l2norm=True))
+    offsets = torch.tensor([0, 100, 170, 370, 400], device="cuda")
+    clean = driver.run_from_device(inputs, offsets, 128, backend=HopperBackend(), fill=7.0)
+    for poison in (slice(100, 170), slice(170, 370), slice(370, 450)):
+        tensors = {n: getattr(inputs, n).clone() for n in ("q", "k", "v", "gate", "beta")}
+        for x in tensors.values():
+            x[poison] = torch.nan
+        dirty = driver.run_from_device(replace(inputs, **tensors), offsets, 128, backend=HopperBackend(), fill=7.0)
+        for i, (start, stop) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+            if stop <= poison.start or start >= poison.stop:
+                assert torch.equal(dirty.output[start:stop], clean.output[start:stop]), (poison, i)
+                assert torch.equal(dirty.final_state[i], clean.final_state[i]), (poison, i)
+    assert bool((clean.output[400:] == 7).all())
+
+
+@hopper_only
+def test_same_bits_again_and_with_other_batch_mates():
+    inputs = on_gpu(make_inputs(sum(SEQ_LENS), gates="weak"))
+    run = lambda x, lens: driver.run(x, lens, 256, backend=HopperBackend())  # noqa: E731
+    first, again = run(inputs, SEQ_LENS), run(inputs, SEQ_LENS)
+    assert torch.equal(first.output, again.output) and torch.equal(first.final_state, again.final_state)
+    start = sum(SEQ_LENS[:4])
+    alone = run(driver.take(inputs, [(start, start + 1500)]), [1500])
+    assert torch.equal(first.output[start : start + 1500], alone.output)
+    assert torch.equal(first.final_state[4], alone.final_state[0])
+
+
+@hopper_only
+def test_views_that_are_not_aligned_and_only_empty_sequences():
+    inputs = on_gpu(make_inputs(100))
+    names = ("q", "k", "v")
+
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        flat = x.new_empty(x.numel() + 1)
+        flat[1:] = x.flatten()
+        return flat[1:].view(x.shape)
+
+    a = driver.run(inputs, [100], 128, backend=HopperBackend())
+    b = driver.run(
+        replace(inputs, **{n: shifted(getattr(inputs, n)) for n in names}), [100], 128, backend=HopperBackend()
+    )
+    assert torch.equal(a.output, b.output)
+
+    nothing = driver.take(inputs, [])
+    initial = driver.make_state(2, inputs).cuda()
+    empty = driver.run(nothing, [0, 0], 128, initial, backend=HopperBackend())
+    assert torch.equal(empty.final_state, initial)
+
+
+def test_refusals():
+    backend = HopperBackend()
+    device = torch.device("cuda")
+    arguments = {"device": device, "dtype": torch.bfloat16, "k_dim": 128, "v_dim": 128, "precision": "fast"}
+    for change, word in (
+        ({"dtype": torch.float32}, "float32"),
+        ({"k_dim": 64}, "64"),
+        ({"precision": "high"}, "high"),
+        ({"device": torch.device("cpu")}, "cpu"),
+    ):
+        reason = backend.rejection_reason(**{**arguments, **change})
+        assert reason is not None and word in reason
+    with pytest.raises(ValueError, match="hopper"):
+        select_backend("hopper", **{**arguments, "device": torch.device("cpu")})
+    assert get_backend("hopper").name == "hopper"
+    if IS_HOPPER:
+        assert backend.rejection_reason(**arguments) is None
