@@ -25,19 +25,22 @@ class ScanConfig(NamedTuple):
 
 
 # By dot precision and K, chosen from offline compiles (compile_report.py): few or no spills, and shared memory within
-# the 99 KiB that every GPU from sm_80 has (sm_90 alone takes 112 KiB of its 227 at K = 256 in tf32x3).
+# the 99 KiB that every GPU from sm_80 has.  Four warps wherever wgmma may be used: with eight, Triton 3.6 gave wrong
+# products of register operands at K = 128 on an H200 (tf32x3, BLOCK = 16; right with four, and without wgmma).
 _SCAN_CONFIGS = {
     "tf32": {
         16: ScanConfig(block=16, num_warps=4, num_stages=1),
         32: ScanConfig(block=32, num_warps=4, num_stages=1),
         64: ScanConfig(block=32, num_warps=4, num_stages=1),
         128: ScanConfig(block=32, num_warps=4, num_stages=1),
-        256: ScanConfig(block=16, num_warps=8, num_stages=1),
+        256: ScanConfig(block=16, num_warps=4, num_stages=1),
     },
-    "tf32x3": {
+    # IEEE products and sums, on the ordinary cores: tensor cores truncate what they add, and over 65536 tokens that
+    # forget nothing the drift is 3e-4 in tf32x3 (measured on an H200, beta = 2) where 2e-5 is promised
+    "ieee": {
         16: ScanConfig(block=16, num_warps=4, num_stages=1),
         32: ScanConfig(block=32, num_warps=4, num_stages=1),
-        64: ScanConfig(block=16, num_warps=4, num_stages=1),
+        64: ScanConfig(block=16, num_warps=8, num_stages=1),
         128: ScanConfig(block=16, num_warps=8, num_stages=1),
         256: ScanConfig(block=16, num_warps=8, num_stages=1),
     },
@@ -80,14 +83,15 @@ def load_log_gate(gate, head, first_token, rows, H, LOG_SPACE: tl.constexpr):
     float64 throughout: near 1 a float32 log is off by 1e-7, which thousands of tokens add up.
     """
     i = tl.arange(0, CHUNK)
-    if gate is None:
-        return tl.zeros([CHUNK], tl.float64)
-    at = gate + (first_token * H + head) + i * H
-    if LOG_SPACE:
-        log_alpha = tl.load(at, mask=i < rows, other=0.0).to(tl.float64)
+    if gate is None:  # branches, not early returns: Triton 3.6 goes on compiling what follows a return
+        log_alpha = tl.zeros([CHUNK], tl.float64)
     else:
-        alpha = tl.load(at, mask=i < rows, other=1.0).to(tl.float64)
-        log_alpha = tl.log(tl.where(alpha == 0.0, 1e-300, alpha))  # 0 becomes a reset below
+        at = gate + (first_token * H + head) + i * H
+        if LOG_SPACE:
+            log_alpha = tl.load(at, mask=i < rows, other=0.0).to(tl.float64)
+        else:
+            alpha = tl.load(at, mask=i < rows, other=1.0).to(tl.float64)
+            log_alpha = tl.log(tl.where(alpha == 0.0, 1e-300, alpha))  # 0 becomes a reset below
     return tl.where(log_alpha < SMALLEST_LOG_GATE, RESET, log_alpha)
 
 
@@ -96,8 +100,10 @@ def load_beta(beta, head, first_token, rows, H):
     """[64] fp32 beta, ones without one; 0 past the chunk."""
     i = tl.arange(0, CHUNK)
     if beta is None:
-        return tl.where(i < rows, 1.0, 0.0)
-    return tl.load(beta + (first_token * H + head) + i * H, mask=i < rows, other=0.0)
+        values = tl.where(i < rows, 1.0, 0.0)
+    else:
+        values = tl.load(beta + (first_token * H + head) + i * H, mask=i < rows, other=0.0)
+    return values
 
 
 @triton.jit
@@ -154,5 +160,5 @@ def operand(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr):
-    """fp32 a · b of such operands: "tf32", or "tf32x3", which keeps 22 bits of them."""
+    """fp32 a · b of such operands: "tf32", "tf32x3", which keeps 22 bits of them, or "ieee"."""
     return tl.dot(a, b, input_precision=PRECISION)

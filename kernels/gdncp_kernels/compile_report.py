@@ -52,7 +52,11 @@ def compile_all(arch: int, k_dim: int, v_dim: int, dtype: str, precision: str = 
     inputs = {"LOG_SPACE": False, "L2NORM": True}
     fold_block = min(k_dim, 32)
     kernels: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
-        (precompute_t.precompute_t_kernel, {"K": k_dim, "PRECISION": precision, **inputs}, {"num_warps": 4}),
+        (
+            precompute_t.precompute_t_kernel,
+            {"K": k_dim, "PRECISION": precision, **inputs},
+            {"num_warps": precompute_t.stage_1_warps(precision)},
+        ),
         (forgetting.chunk_bounds_kernel, {"K": k_dim, "V": v_dim, **inputs}, {"num_warps": 4}),
         (forgetting.cut_kernel, {"K": k_dim, "V": v_dim}, {"num_warps": 1}),
         (precompute_mn.scan_kernel, scan_dims, scan),

@@ -135,8 +135,13 @@ def precompute_t_kernel(
     before = (i[:, None] > i[None, :]) & live[:, None]
     kk = row_products(k_head, k_head, token, rows, HK * K, HK * K, K, PRECISION)
     kk = kk * (beta_ * k_scale)[:, None] * k_scale[None, :] * pair_decay(cumulative, before)
-    x = inverse(kk, "tf32x3") * beta_[None, :]
+    x = inverse(kk, "ieee" if PRECISION == "ieee" else "tf32x3") * beta_[None, :]
     tl.store(solve + per_pair, operand(x, PRECISION), mask=live[:, None])
+
+
+def stage_1_warps(precision: str) -> int:
+    """Frozen launch choice: IEEE products hold their operands in registers, which four warps do not have enough of."""
+    return 8 if precision == "ieee" else 4
 
 
 def precompute_t(inputs: TokenInputs, table: WorkTable, precision: str) -> Tiles:
@@ -183,7 +188,7 @@ def precompute_t(inputs: TokenInputs, table: WorkTable, precision: str) -> Tiles
             LOG_SPACE=inputs.gate_space == "log",
             L2NORM=inputs.use_qk_l2norm,
             PRECISION=precision,
-            num_warps=4,
+            num_warps=stage_1_warps(precision),
             num_stages=1,
         )
     return tiles
