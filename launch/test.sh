@@ -5,4 +5,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 setup_env dev
 
 cd "$repo_dir"
-exec python -m pytest "$@"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the tests run beside each other; a thread pool in each would only get in the way
+exec python -m pytest -n "${WORKERS:-2}" "$@"
