@@ -208,10 +208,11 @@ def _on_lanes(call: Call, run: Callable[[int, WorkTable], Any]) -> tuple[Any, ..
     current = torch.cuda.current_stream(device)
     results = []
     for lane, table in enumerate(tables):
-        if lane == 0:
-            stream = current
-        else:
-            stream = _LANE_STREAMS.setdefault((device, lane), torch.cuda.Stream(device))
+        stream = current
+        if lane > 0:
+            if (device, lane) not in _LANE_STREAMS:
+                _LANE_STREAMS[device, lane] = torch.cuda.Stream(device)
+            stream = _LANE_STREAMS[device, lane]
             stream.wait_stream(current)
         with torch.cuda.stream(stream):
             results.append(run(lane, table))
