@@ -5,7 +5,7 @@ Shapes: 64 tokens a chunk, K and V the head dims, H state heads.  A state S [V, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -22,6 +22,15 @@ class ScanConfig(NamedTuple):
     block: int  # state rows per program
     num_warps: int
     num_stages: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return launch_options(self.num_warps, self.num_stages)
+
+
+def launch_options(num_warps: int, num_stages: int = 1) -> dict[str, Any]:
+    """Compiler options of a launch.  Fused multiply-adds are asked for because Triton's default differs by release."""
+    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
 
 
 # By dot precision and K, chosen from offline compiles (compile_report.py): few or no spills, and shared memory within

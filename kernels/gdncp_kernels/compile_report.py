@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gdncp_kernels import cp_prefill, forgetting, precompute_mn, precompute_t, state_fixup
-from gdncp_kernels.common import scan_config
+from gdncp_kernels.common import launch_options, scan_config
 
 _TOKEN_TENSORS = ("q", "k", "v", "output")
 _POINTERS = {
@@ -31,7 +31,7 @@ _POINTERS = {
     "*i32": ("scanned", "start_chunk"),
 }
 _FLOATS = ("scale", "forget_below")
-_INTS = ("H", "HQ", "HK", "HV", "NUM_BLOCKS", "dump_row", "final_dump", "checkpoint_dump")
+_INTS = ("H", "HQ", "HK", "HV", "NUM_BLOCKS", "dump_row", "final_dump")
 _STRIDES = tuple(f"{x}_{d}" for x in ("state", "transition", "local") for d in ("batch", "row"))
 
 
@@ -47,27 +47,26 @@ class Compiled(NamedTuple):
 def compile_all(arch: int, k_dim: int, v_dim: int, dtype: str, precision: str = "tf32") -> Iterator[Compiled]:
     """Compile all kernels for compute capability `arch` (80, 90, ...); dtype is "bf16", "fp16" or "fp32"."""
     config = scan_config(k_dim, v_dim, precision)
-    scan = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     scan_dims = {"K": k_dim, "V": v_dim, "BLOCK": config.block, "PRECISION": precision}
     inputs = {"LOG_SPACE": False, "L2NORM": True}
     fold_block = min(k_dim, 32)
-    kernels: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
+    kernels: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         (
             precompute_t.precompute_t_kernel,
             {"K": k_dim, "PRECISION": precision, **inputs},
-            {"num_warps": precompute_t.stage_1_warps(precision)},
+            launch_options(precompute_t.stage_1_warps(precision)),
         ),
-        (forgetting.chunk_bounds_kernel, {"K": k_dim, "V": v_dim, **inputs}, {"num_warps": 4}),
-        (forgetting.cut_kernel, {"K": k_dim, "V": v_dim}, {"num_warps": 1}),
-        (precompute_mn.scan_kernel, scan_dims, scan),
-        (state_fixup.fold_kernel, {"K": k_dim, "BLOCK_N": fold_block, "BLOCK_K": fold_block}, {"num_warps": 2}),
-        (cp_prefill.cp_prefill_kernel, scan_dims, scan),
+        (forgetting.chunk_bounds_kernel, {"K": k_dim, "V": v_dim, **inputs}, launch_options(4)),
+        (forgetting.cut_kernel, {"K": k_dim, "V": v_dim}, launch_options(1)),
+        (precompute_mn.scan_kernel, scan_dims, config.options),
+        (state_fixup.fold_kernel, {"K": k_dim, "BLOCK_N": fold_block, "BLOCK_K": fold_block}, launch_options(2)),
+        (cp_prefill.cp_prefill_kernel, scan_dims, config.options),
     ]
     for kernel, constants, options in kernels:
         yield _compile(kernel, constants, options, arch, dtype)
 
 
-def _compile(kernel: Any, constants: dict[str, Any], options: dict[str, int], arch: int, dtype: str) -> Compiled:
+def _compile(kernel: Any, constants: dict[str, Any], options: dict[str, Any], arch: int, dtype: str) -> Compiled:
     signature = {name: "constexpr" if name in constants else _type_of(name, dtype) for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t.startswith("*")}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)

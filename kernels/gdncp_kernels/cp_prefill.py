@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NO_MORE = tl.constexpr(1 << 62)  # tokens of the checkpoint after the last
 
 
-@triton.jit(do_not_specialize=["final_dump", "checkpoint_dump", "H", "HQ", "HK", "HV"])
+@triton.jit(do_not_specialize=["final_dump", "H", "HQ", "HK", "HV"])
 def cp_prefill_kernel(
     q,
     k,
@@ -51,7 +51,6 @@ def cp_prefill_kernel(
     final_states,
     checkpoints,
     final_dump,
-    checkpoint_dump,
     H,
     HQ,
     HK,
@@ -112,10 +111,8 @@ def cp_prefill_kernel(
                 decay = tl.exp(tl.where(i < p, g_p - g, float("-inf"))).to(tl.float32)
                 scale_p = decay * load_column(key_scale + head, token, rows, H)
                 added = dot(tl.trans(keys), operand(scale_p[:, None] * update, PRECISION), PRECISION)
-                row = tl.load(checkpoint_row + entry)
-                if row != checkpoint_dump:
-                    at = checkpoints + (row * H + head) * V * K + in_state
-                    tl.store(at, tl.exp(g_p).to(tl.float32) * state + added)
+                at = checkpoints + (tl.load(checkpoint_row + entry) * H + head) * V * K + in_state
+                tl.store(at, tl.exp(g_p).to(tl.float32) * state + added)
                 entry += 1
                 position = tl.load(checkpoint_tokens + entry, mask=entry < stop, other=NO_MORE)
 
@@ -164,7 +161,6 @@ def cp_prefill(
         sinks.final_states,
         checkpoints,
         sinks.final_states.shape[0] - 1,
-        checkpoints.shape[0] - 1 if checkpoints is not None else -1,
         num_heads,
         inputs.q.shape[1],
         inputs.k.shape[1],
@@ -173,8 +169,7 @@ def cp_prefill(
         V=v_dim,
         BLOCK=config.block,
         PRECISION=precision,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
     )
 
 

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdncp_kernels.common import CHUNK, L2NORM_EPS, chunk_span, load_beta, load_log_gate, load_rows
+from gdncp_kernels.common import CHUNK, L2NORM_EPS, chunk_span, launch_options, load_beta, load_log_gate, load_rows
 
 if TYPE_CHECKING:
     from gdncp.backends.base import AffineMaps, TokenInputs
@@ -177,8 +177,7 @@ def decide(
             V=v_dim,
             LOG_SPACE=inputs.gate_space == "log",
             L2NORM=inputs.use_qk_l2norm,
-            num_warps=4,
-            num_stages=1,
+            **launch_options(4),
         )
     # chunks lie item after item, so an item's first one is where its number first appears
     first_chunk = torch.searchsorted(table.chunk_item, torch.arange(table.num_items, device=device))
@@ -202,7 +201,6 @@ def decide(
         num_heads,
         K=k_dim,
         V=v_dim,
-        num_warps=1,
-        num_stages=1,
+        **launch_options(1),
     )
     return start_chunk

@@ -147,6 +147,5 @@ def precompute_mn(
         V=v_dim,
         BLOCK=config.block,
         PRECISION=precision,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
     )

@@ -24,6 +24,7 @@ from gdncp_kernels.common import (
     CHUNK,
     chunk_span,
     dot,
+    launch_options,
     load_beta,
     load_log_gate,
     load_rows,
@@ -188,7 +189,6 @@ def precompute_t(inputs: TokenInputs, table: WorkTable, precision: str) -> Tiles
             LOG_SPACE=inputs.gate_space == "log",
             L2NORM=inputs.use_qk_l2norm,
             PRECISION=precision,
-            num_warps=stage_1_warps(precision),
-            num_stages=1,
+            **launch_options(stage_1_warps(precision)),
         )
     return tiles

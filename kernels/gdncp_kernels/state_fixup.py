@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from gdncp_kernels.common import launch_options
+
 FOLD_ROWS = tl.constexpr(16)
 
 
@@ -74,8 +76,7 @@ class StateFold:
                 K=k_dim,
                 BLOCK_N=block_n,
                 BLOCK_K=min(k_dim, 32),
-                num_warps=2,
-                num_stages=1,
+                **launch_options(2),
             )
         return out
 

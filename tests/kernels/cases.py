@@ -103,8 +103,8 @@ def plan_table(plan: PrefillPlan, rank: int = 0) -> WorkTable:
     return from_rank_plan(plan.rank_plan(rank), 0, torch.device(DEVICE))
 
 
-def device_table(seq_lens: list[int], cp_chunk_len: int, every: int = 0) -> WorkTable:
-    """The table of the same batch, built from lengths on the device."""
+def device_table(seq_lens: list[int], cp_chunk_len: int, every: int = 0, spare_rows: int = 0) -> WorkTable:
+    """The table of the same batch, built from lengths on the device; checkpoint rows that no sequence earns last."""
     lens = torch.tensor(seq_lens, device=DEVICE)
     rows = lens // every if every else torch.zeros_like(lens)
 
@@ -117,7 +117,7 @@ def device_table(seq_lens: list[int], cp_chunk_len: int, every: int = 0) -> Work
         cp_chunk_len,
         checkpoint_every_n_tokens=every,
         checkpoint_cu_starts=starts(rows),
-        num_checkpoints=int(rows.sum()),
+        num_checkpoints=int(rows.sum()) + spare_rows,
     )
 
 
