@@ -123,8 +123,10 @@ def row_scale(x, L2NORM: tl.constexpr):
     """
     if L2NORM:
         x32 = x.to(tl.float32)
-        return tl.rsqrt(tl.sum(x32 * x32, 1) + L2NORM_EPS)
-    return tl.full([CHUNK], 1.0, tl.float32)
+        scale = tl.rsqrt(tl.sum(x32 * x32, 1) + L2NORM_EPS)
+    else:
+        scale = tl.full([CHUNK], 1.0, tl.float32)
+    return scale
 
 
 @triton.jit

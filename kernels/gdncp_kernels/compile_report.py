@@ -44,23 +44,30 @@ class Compiled(NamedTuple):
     shared_bytes: int  # a program
 
 
-def compile_all(arch: int, k_dim: int, v_dim: int, dtype: str, precision: str = "tf32") -> Iterator[Compiled]:
-    """Compile all kernels for compute capability `arch` (80, 90, ...); dtype is "bf16", "fp16" or "fp32"."""
+def compile_all(
+    arch: int, k_dim: int, v_dim: int, dtype: str, precision: str = "tf32", *, bare: bool = False
+) -> Iterator[Compiled]:
+    """Compile all kernels for compute capability `arch` (80, 90, ...); dtype is "bf16", "fp16" or "fp32".
+
+    `bare` compiles calls without gates, beta, norm and checkpoints, else calls with all of them.
+    """
     config = scan_config(k_dim, v_dim, precision)
     scan_dims = {"K": k_dim, "V": v_dim, "BLOCK": config.block, "PRECISION": precision}
-    inputs = {"LOG_SPACE": False, "L2NORM": True}
+    inputs = {"LOG_SPACE": False, "L2NORM": not bare}
+    absent = {"gate": None, "beta": None} if bare else {}
+    checkpoints = {"checkpoints": None} if bare else {}
     fold_block = min(k_dim, 32)
     kernels: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         (
             precompute_t.precompute_t_kernel,
-            {"K": k_dim, "PRECISION": precision, **inputs},
+            {"K": k_dim, "PRECISION": precision, **inputs, **absent},
             launch_options(precompute_t.stage_1_warps(precision)),
         ),
-        (forgetting.chunk_bounds_kernel, {"K": k_dim, "V": v_dim, **inputs}, launch_options(4)),
+        (forgetting.chunk_bounds_kernel, {"K": k_dim, "V": v_dim, **inputs, **absent}, launch_options(4)),
         (forgetting.cut_kernel, {"K": k_dim, "V": v_dim}, launch_options(1)),
         (precompute_mn.scan_kernel, scan_dims, config.options),
         (state_fixup.fold_kernel, {"K": k_dim, "BLOCK_N": fold_block, "BLOCK_K": fold_block}, launch_options(2)),
-        (cp_prefill.cp_prefill_kernel, scan_dims, config.options),
+        (cp_prefill.cp_prefill_kernel, {**scan_dims, **checkpoints}, config.options),
     ]
     for kernel, constants, options in kernels:
         yield _compile(kernel, constants, options, arch, dtype)

@@ -16,9 +16,11 @@ CALL = {"device": torch.device(DEVICE), "dtype": torch.bfloat16, "k_dim": 128, "
 SHARED_BYTES = 99 * 1024  # of sm_86, sm_89 and sm_120, the least of all from sm_80
 SPILL_BYTES = 1024  # a thread: a few hundred bytes of loop invariants is what ptxas finds cheapest
 COMPILE = """
-import json, sys
+import json
+import sys
 from gdncp_kernels.compile_report import compile_all
-print(json.dumps([list(c) for c in compile_all(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[2]), sys.argv[3])]))
+arch, dim, dtype, bare = json.loads(sys.argv[1])
+print(json.dumps([list(c) for c in compile_all(arch, dim, dim, dtype, bare=bare)]))
 """
 
 
@@ -55,9 +57,9 @@ def test_module_imports_without_triton():
     subprocess.run([sys.executable, "-c", code], check=True, env=_environment())
 
 
-@pytest.mark.parametrize("arch, dim, dtype", [(80, 64, "fp16"), (90, 128, "bf16")])
-def test_kernels_compile_for(arch, dim, dtype):
-    command = [sys.executable, "-c", COMPILE, str(arch), str(dim), dtype]
+@pytest.mark.parametrize("arch, dim, dtype, bare", [(80, 64, "fp16", True), (90, 128, "bf16", False)])
+def test_kernels_compile_for(arch, dim, dtype, bare):
+    command = [sys.executable, "-c", COMPILE, json.dumps([arch, dim, dtype, bare])]
     out = subprocess.run(command, check=True, env=_environment(), capture_output=True, text=True).stdout
     kernels = json.loads(out.splitlines()[-1])
     assert len(kernels) == 6
