@@ -85,23 +85,21 @@ def summarise(
         ValueError: naming the argument, what was given and what is allowed, before any data collective.
         NotImplementedError: for a device that no backend serves.
     """
-    plan = validation.plan_argument(plan)
-    rank, group = _rank_in(plan, group)
     arguments = dict(locals())
-    call: Call | None = None
-    error: ValueError | None = None
-    try:
+    if not check:
         call = _call(**arguments)
-    except ValueError as raised:
-        if not check or group is None:
-            raise
-        error = raised
-    if group is not None and check:
-        collectives.agree_or_raise(group, None if error is None else str(error), plan.digest, _facts(call))
-    elif group is not None:
-        collectives.compare_digest_once(plan, group)
-    assert call is not None
-    return stages.summarise(call)
+        if call.group is not None:
+            collectives.compare_digest_once(plan, call.group)
+        return stages.summarise(call)
+    outcome: Call | Exception
+    try:
+        outcome = _call(**arguments)
+    except Exception as error:  # of any kind: peers that wait for this rank's answer must get one
+        outcome = error
+    _agree(outcome, _peers(plan, group))
+    if isinstance(outcome, Exception):
+        raise outcome
+    return stages.summarise(outcome)
 
 
 def fixup(summary: Summary) -> EntryStates:
@@ -118,9 +116,10 @@ def finish(entry: EntryStates) -> PrefillResult:
 
 
 def warmup(plan: PrefillPlan, *, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> None:
-    """Make the first call as cheap as the next: upload the plan's tables and compare digests across ranks.
+    """Do what a plan's first call does once: upload its tables and compare digests across ranks.
 
-    A collective where the plan has several ranks.  Raises ValueError on every rank if their plans differ.
+    Kernels are compiled, and NCCL connects, in the first call itself.  A collective where the plan has several ranks.
+    Raises ValueError on every rank if their plans differ.
     """
     plan = validation.plan_argument(plan)
     rank, group = _rank_in(plan, group)
@@ -146,19 +145,46 @@ def _rank_in(plan: PrefillPlan, group: dist.ProcessGroup | None) -> tuple[int, d
                 f"group must be given for a plan of {plan.world_size} ranks without a default group, got None"
             )
         group = dist.group.WORLD
-    world_size = dist.get_world_size(group)
+    rank, world_size = place_in(group)
     if world_size != plan.world_size:
         raise ValueError(f"group must have the plan's {plan.world_size} ranks, got {world_size}")
+    return rank, group if world_size > 1 else None
+
+
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank in the group (None: the default one), and its world size."""
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError("group must contain this process, got a group that it is not a member of")
-    return rank, group if world_size > 1 else None
+    return rank, dist.get_world_size(group)
+
+
+def _peers(plan: Any, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Whom to agree with, whatever else is wrong with the call; None: nobody."""
+    alone = isinstance(plan, PrefillPlan) and plan.world_size == 1
+    if group is None and not alone and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    return group if group is not None and dist.get_world_size(group) > 1 else None
+
+
+def _agree(outcome: Call | Exception, peers: dist.ProcessGroup | None) -> None:
+    """Raise the same ValueError on every rank unless all have a call, and calls that fit together."""
+    if peers is None:
+        return
+    if isinstance(outcome, Call):
+        assert outcome.plan is not None
+        collectives.agree_or_raise(peers, None, outcome.plan.digest, _facts(outcome))
+        return
+    kind = "" if isinstance(outcome, ValueError) else f"{type(outcome).__name__}: "
+    try:
+        collectives.agree_or_raise(peers, f"{kind}{outcome}", None, {})
+    except ValueError as agreed:
+        raise agreed from outcome
 
 
 def _call(
     *,
-    plan: PrefillPlan,
-    rank: int,
+    plan: Any,
     group: dist.ProcessGroup | None,
     q: Any,
     k: Any,
@@ -182,6 +208,8 @@ def _call(
     timed: bool,
 ) -> Call:
     """Validate the arguments of `summarise` and bind them to the plan.  Communicates nothing."""
+    plan = validation.plan_argument(plan)
+    rank, group = _rank_in(plan, group)
     validation.words(backend, gate_space, precision)
     validation.one_of("final_state", final_state, ("owner", "all"))
     validation.token_tensors(q, k, v, g, beta, plan.num_tokens(rank), gate_space, read_device=check)
@@ -259,13 +287,13 @@ def slots_of(state_indices: torch.Tensor | None) -> torch.Tensor | None:
     return None if state_indices is None else state_indices.to(torch.int64)
 
 
-def _facts(call: Call | None) -> dict[str, Any]:
+def _facts(call: Call) -> dict[str, Any]:
     """What must be the same on every rank beside the plan."""
-    if call is None:
-        return {}
     inputs = call.inputs
     return {
+        "device": inputs.q.device.type,
         "dtype": str(inputs.q.dtype),
+        "head dim of v": inputs.v.shape[2],  # the plan has that of q and k
         "scale": inputs.scale,
         "gate_space": inputs.gate_space,
         "use_qk_l2norm_in_kernel": inputs.use_qk_l2norm,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gdncp import collectives, stages, validation
-from gdncp.api import bind, scale_or_default, slots_of
+from gdncp.api import bind, place_in, scale_or_default, slots_of
 from gdncp.backends import GateSpace, Precision, TokenInputs
 from gdncp.layout import Layout, layout_of_cu_seqlens, layout_of_plan
 from gdncp.plan import PrefillPlan, plan_prefill
@@ -68,7 +68,8 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel: q and k times rsqrt(Σx² + 1e-6), in fp32.
         output: [T, H, V] preallocated, dtype of q.
         output_state: preallocated, as `initial_state` with its own dtype; required with `state_indices` where the final
-            state is asked for; may be `initial_state` itself.  Without it fp32 [N, H, V, K] is allocated.
+            state is asked for; may be `initial_state` itself.  Without it fp32 [N, H, V, K] is allocated.  Written
+            wherever it is given, also with `output_final_state=False`.
         state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens: row `checkpoint_cu_starts[i] + j` of the
             buffer [sum(len_i // n), H, V, K] gets the state after (j + 1)·n tokens of sequence i.  n a multiple of 64.
         use_cp: "auto" by predicted time; True the staged path; False every sequence in one piece.
@@ -79,7 +80,8 @@ def chunk_gated_delta_rule(
         gate_space: "linear" or "log": what `g` holds.
         cu_seqlens_host: the offsets on the host, ints or a CPU tensor; saves building tables on the device.  Required
             with a group of several ranks.
-        plan: a prepared plan of the same lengths, heads and checkpoints, instead of `use_cp` and `_cp_chunk_len`.
+        plan: a prepared plan of the same lengths, heads and checkpoint interval; its CP chunks are run, and a
+            `_cp_chunk_len` or `use_cp=False` that they do not honour is refused.
         group: ranks.  Token tensors and checkpoint rows are this rank's (in the order of `plan.token_ranges(rank)`),
             `cu_seqlens`, `checkpoint_cu_starts` and `initial_state` are global; final states are written by the rank
             where a sequence ends.  Without `plan` it equals `plan_prefill(seq_lens, world_size=W, ...)`.
@@ -95,12 +97,13 @@ def chunk_gated_delta_rule(
     validation.words(backend, gate_space, precision)
     validation.one_of("use_cp", use_cp, ("auto", True, False))
     validation.checkpoint_arguments(checkpoint_every_n_tokens, state_checkpoints, checkpoint_cu_starts)
-    rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    rank, world_size = (0, 1) if group is None else place_in(group)
     seen = isinstance(q, torch.Tensor) and q.dim() == 3
     tokens, device = (q.shape[0] if world_size == 1 else None, q.device) if seen else (None, None)
     seq_lens = validation.cu_seqlens_arguments(cu_seqlens, cu_seqlens_host, tokens, device)
     if plan is not None:
-        seq_lens = validation.plan_lengths(plan, seq_lens, world_size, checkpoint_every_n_tokens)
+        given = None if cu_seqlens is None else cu_seqlens.numel() - 1
+        seq_lens = validation.plan_lengths(plan, seq_lens, given, world_size, checkpoint_every_n_tokens)
     if seq_lens is None and world_size > 1:
         raise ValueError(f"cu_seqlens_host must be given with a group of {world_size} ranks, got None")
     num_sequences = len(seq_lens) if seq_lens is not None else 1 if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -118,6 +121,8 @@ def chunk_gated_delta_rule(
     validation.cp_chunk_len_argument(_cp_chunk_len)
     if use_cp is False and world_size > 1:
         raise ValueError(f"use_cp must be True or 'auto' with a group of {world_size} ranks, got False")
+    if plan is not None:
+        validation.plan_grid(plan, use_cp, _cp_chunk_len)
 
     every = checkpoint_every_n_tokens
     if seq_lens is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from gdncp.plan import PrefillPlan
 from gdncp.states import load_states, store_states
 from gdncp.work import WorkTable
 
+FinalState = Literal["owner", "all"]
 STAGES = ("precompute_t", "precompute_mn", "state_fixup", "cp_prefill")
 
 
@@ -48,10 +49,10 @@ class Call:
     forget_below: float
     output: torch.Tensor  # [T, H, V]
     checkpoints: torch.Tensor | None  # [rows, H, V, K], any state dtype
-    plan: PrefillPlan | None = None  # None: lengths are only on the device, world size 1
-    rank: int = 0
-    group: dist.ProcessGroup | None = None
-    timer: StageTimer = field(default_factory=lambda: StageTimer(enabled=False, device=torch.device("cpu")))
+    plan: PrefillPlan | None  # None: lengths are only on the device, world size 1
+    rank: int
+    group: dist.ProcessGroup | None  # None: nobody to talk to
+    timer: StageTimer
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -98,14 +99,14 @@ class StageTimer:
     """Device events on CUDA, a clock on the CPU; nothing at all unless enabled."""
 
     def __init__(self, *, enabled: bool, device: torch.device):
-        self._enabled, self._cuda = enabled, device.type == "cuda"
+        self._enabled, self._device, self._cuda = enabled, device, device.type == "cuda"
         self._marks: dict[str, tuple[Any, Any]] = {}
 
     def _now(self) -> Any:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # which need not be on the current device
         return event
 
     @contextmanager
@@ -120,10 +121,11 @@ class StageTimer:
     def seconds(self) -> dict[str, float]:
         if not self._cuda:
             return {name: stop - start for name, (start, stop) in self._marks.items()}
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
         return {name: start.elapsed_time(stop) / 1e3 for name, (start, stop) in self._marks.items()}
 
 
+@torch.no_grad()
 def summarise(call: Call) -> Summary:
     """Stages 1 and 2 on every lane."""
     layout, device = call.layout, call.inputs.q.device
@@ -149,6 +151,7 @@ def summarise(call: Call) -> Summary:
     return Summary(call, tiles, entry_states, maps)
 
 
+@torch.no_grad()
 def fixup(summary: Summary) -> EntryStates:
     """Stage 3: every entry state, across lanes and ranks.  A data collective only where something crosses ranks."""
     call, maps = summary.call, summary.maps
@@ -167,6 +170,7 @@ def fixup(summary: Summary) -> EntryStates:
     return EntryStates(summary, summary.entry_states, stats)
 
 
+@torch.no_grad()
 def finish(entry: EntryStates) -> PrefillResult:
     """Stage 4 on every lane, then states and checkpoints in the caller's dtypes."""
     summary = entry.summary
@@ -219,6 +223,3 @@ def _on_lanes(call: Call, run: Callable[[int, WorkTable], Any]) -> tuple[Any, ..
     for lane in range(1, len(tables)):
         current.wait_stream(_LANE_STREAMS[(device, lane)])
     return tuple(results)
-
-
-FinalState = Literal["owner", "all"]

@@ -38,10 +38,7 @@ def store_states(states: torch.Tensor, destination: torch.Tensor, rows: torch.Te
         return
     target, narrow = _movable(destination), _movable(states.to(destination.dtype))
     inside = (rows >= 0) & (rows < num_slots)
-    if rows.device.type == "cpu":
-        target.index_copy_(0, rows[inside], narrow[inside])
-        return
-    # Where the host cannot see which rows to leave out, they repeat the first valid one: same row, same value.
+    # Nothing is read back to see which rows to leave out: they repeat the first valid one, same row, same value.
     # With none valid all rewrite what slot 0 holds.
     anchor = inside.to(torch.int8).argmax().view(1)
     anchor_row = rows.index_select(0, anchor).clamp(0, num_slots - 1)

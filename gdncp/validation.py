@@ -15,7 +15,7 @@ import torch
 
 from gdncp.backends import BACKEND_NAMES
 from gdncp.plan import PrefillPlan
-from gdncp.plan.checks import head_counts
+from gdncp.plan.checks import head_counts, integer
 from gdncp.states import STATE_DTYPES
 from gdncp.work import CHUNK
 
@@ -45,6 +45,11 @@ def _tensor(name: str, value: Any, *, dtypes: Sequence[torch.dtype], dims: int, 
         raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(value.shape)}")
     if device is not None and value.device != device:
         raise ValueError(f"{name} must be on {device} like q, got {value.device}")
+
+
+def _seen(x: torch.Tensor, read_device: bool) -> bool:
+    """Whether the host may look at values."""
+    return x.device.type == "cpu" or (read_device and x.device.type == "cuda")
 
 
 def _shape(name: str, value: torch.Tensor, allowed: tuple[int, ...], meaning: str) -> None:
@@ -121,8 +126,10 @@ def cu_seqlens_arguments(
         if isinstance(host, torch.Tensor):
             _tensor("cu_seqlens_host", host, dtypes=INDEX_DTYPES, dims=1, device=torch.device("cpu"))
             host = host.tolist()
-        if not all(is_int(x) for x in host):
-            raise ValueError(f"cu_seqlens_host must hold ints, got {host!r}")
+        try:
+            host = [integer("cu_seqlens_host", x, 0, "non-negative ints") for x in host]
+        except TypeError:
+            raise ValueError(f"cu_seqlens_host must be ints or a CPU tensor, got {host!r}") from None
         if cu_seqlens is not None and len(host) != cu_seqlens.numel():
             raise ValueError(f"cu_seqlens_host must have {cu_seqlens.numel()} offsets like cu_seqlens, got {len(host)}")
         lengths = offsets_on_host("cu_seqlens_host", host, num_tokens)
@@ -162,7 +169,7 @@ def state_indices_argument(
         return
     _tensor("state_indices", state_indices, dtypes=INDEX_DTYPES, dims=1, device=device)
     _shape("state_indices", state_indices, (num_sequences,), "one slot per sequence")
-    if num_slots is None or (state_indices.device.type != "cpu" and not read_device):
+    if num_slots is None or not _seen(state_indices, read_device):
         return
     slots = state_indices.tolist()
     for i, slot in enumerate(slots):
@@ -199,7 +206,7 @@ def token_tensors(
         _tensor(name, x, dtypes=(torch.float32,), dims=2, device=q.device)
         _shape(name, x, (tokens, heads), "tokens, state heads")
         _contiguous(name, x)
-    if g is not None and g.numel() and (g.device.type == "cpu" or read_device):
+    if g is not None and g.numel() and _seen(g, read_device):
         _gate_values(g, gate_space)
 
 
@@ -307,12 +314,21 @@ def plan_argument(plan: Any) -> PrefillPlan:
 
 
 def plan_lengths(
-    plan: Any, seq_lens: tuple[int, ...] | None, world_size: int, checkpoint_every_n_tokens: int
+    plan: Any,
+    seq_lens: tuple[int, ...] | None,
+    num_sequences: int | None,
+    world_size: int,
+    checkpoint_every_n_tokens: int,
 ) -> tuple[int, ...]:
-    """The plan's sequence lengths, which must be those of the call, like its world size and checkpoint interval."""
+    """The plan's sequence lengths, which must be those of the call, like its world size and checkpoint interval.
+
+    seq_lens, num_sequences: None where the host does not know the call's.
+    """
     plan = plan_argument(plan)
     if seq_lens is not None and plan.seq_lens != seq_lens:
         raise ValueError(f"plan must have the call's sequence lengths {seq_lens}, got {plan.seq_lens}")
+    if num_sequences is not None and plan.num_sequences != num_sequences:
+        raise ValueError(f"plan must have the {num_sequences} sequences of cu_seqlens, got {plan.num_sequences}")
     if plan.world_size != world_size:
         raise ValueError(f"plan must have the group's {world_size} ranks, got {plan.world_size}")
     if plan.checkpoint_every_n_tokens != checkpoint_every_n_tokens:
@@ -320,7 +336,17 @@ def plan_lengths(
             f"plan must have checkpoint_every_n_tokens = {checkpoint_every_n_tokens} like the call, "
             f"got {plan.checkpoint_every_n_tokens}"
         )
+    if plan.checkpoint_positions is not None:
+        raise ValueError("plan must have no checkpoint_positions: only gdncp.prefill writes checkpoints after them")
     return plan.seq_lens
+
+
+def plan_grid(plan: PrefillPlan, use_cp: Any, cp_chunk_len: int | None) -> None:
+    """What else was said of CP chunks must be what the plan does."""
+    if use_cp is False and plan.num_cp_chunks > plan.num_sequences:
+        raise ValueError(f"use_cp must be True or 'auto' with a plan that splits sequences, got False and {plan!r}")
+    if cp_chunk_len is not None and cp_chunk_len != plan.cp_chunk_len:
+        raise ValueError(f"_cp_chunk_len must be None or the plan's {plan.cp_chunk_len}, got {cp_chunk_len}")
 
 
 def plan_heads(plan: PrefillPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

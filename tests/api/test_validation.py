@@ -1,9 +1,11 @@
 """What is refused, with the argument, the value and what is allowed; and that nothing is written before it is."""
 
+import numpy
 import pytest
 import torch
 
 import gdncp
+from gdncp import validation
 from tests.numeric import checkpoint_starts, cu, random_state, random_tokens
 
 T, H, D = 128, 2, 32
@@ -11,6 +13,12 @@ TOKENS = random_tokens(T, dim=D)
 STATE = random_state(2, H, D)
 ROWS = torch.full((2, H, D, D), 7.0)
 STARTS = checkpoint_starts([64, 64], 64)
+
+
+SPLITS = gdncp.plan_prefill([T], num_q_heads=H, num_k_heads=H, num_v_heads=H, head_dim=D, cp_chunk_len=64)
+PLAN = gdncp.plan_prefill(
+    [64, 64], num_q_heads=H, num_k_heads=H, num_v_heads=H, head_dim=D, checkpoint_every_n_tokens=64
+)
 
 
 def strided(x):
@@ -69,6 +77,11 @@ BAD = {  # id: (arguments over a good call, message)
     ),
     "cu_seqlens ends beyond": ({"cu_seqlens": torch.tensor([0, 200])}, r"must end at the number of tokens.*got 200"),
     "cu_seqlens_host differs": ({"cu_seqlens_host": [0, 63, 128]}, r"cu_seqlens_host must equal cu_seqlens"),
+    "cu_seqlens_host type": ({"cu_seqlens_host": 5}, r"cu_seqlens_host must be ints or a CPU tensor, got 5"),
+    "cu_seqlens_host negative": (
+        {"cu_seqlens_host": [0, -4, 128]},
+        r"cu_seqlens_host must be non-negative ints, got -4",
+    ),
     "cu_seqlens_host length": ({"cu_seqlens_host": [0, 128]}, r"cu_seqlens_host must have 3 offsets"),
     "max_seqlen bool": ({"max_seqlen": True}, r"max_seqlen must be an int, got True"),
     "max_seqlen small": ({"max_seqlen": 63}, r"max_seqlen must lie between ceil.* = 64 and .* = 128, got 63"),
@@ -137,6 +150,23 @@ BAD = {  # id: (arguments over a good call, message)
         {"plan": gdncp.plan_prefill([64, 64], num_q_heads=4, num_k_heads=2, num_v_heads=2, head_dim=D)},
         r"q must have the plan's 4 heads, got 2",
     ),
+    "plan positions": (
+        {
+            "plan": gdncp.plan_prefill(
+                [64, 64], num_q_heads=2, num_k_heads=2, num_v_heads=2, head_dim=D, checkpoint_positions=[[5], [64]]
+            )
+        },
+        r"plan must have no checkpoint_positions",
+    ),
+    "plan interval": ({"plan": PLAN}, r"plan must have checkpoint_every_n_tokens = 0 like the call, got 64"),
+    "plan that splits": (
+        {"plan": SPLITS, "cu_seqlens": None, "use_cp": False, "output_state": None},
+        r"use_cp must be True or 'auto' with a plan that splits sequences, got False",
+    ),
+    "plan of another grid": (
+        {"plan": SPLITS, "cu_seqlens": None, "_cp_chunk_len": 128, "output_state": None},
+        r"_cp_chunk_len must be None or the plan's 64, got 128",
+    ),
     "plan ranks": (
         {"plan": gdncp.plan_prefill([64, 64], num_q_heads=2, num_k_heads=2, num_v_heads=2, head_dim=D, world_size=2)},
         r"plan must have the group's 1 ranks, got 2",
@@ -175,11 +205,43 @@ def test_a_device_that_no_backend_serves():
     meta = {name: x.to("meta") for name, x in TOKENS.items()}
     with pytest.raises(NotImplementedError, match="'meta'"):
         gdncp.chunk_gated_delta_rule(**meta, cu_seqlens_host=[0, T])
+    with pytest.raises(NotImplementedError, match="'meta'"):
+        gdncp.prefill(PLAN, **meta, check=True)
 
 
-PLAN = gdncp.plan_prefill(
-    [64, 64], num_q_heads=2, num_k_heads=2, num_v_heads=2, head_dim=D, checkpoint_every_n_tokens=64
-)
+def test_a_plan_is_held_against_lengths_that_only_the_device_knows(monkeypatch):
+    monkeypatch.setattr(validation, "cu_seqlens_arguments", lambda *_: None)
+    with pytest.raises(ValueError, match="plan must have the 2 sequences of cu_seqlens, got 1"):
+        gdncp.chunk_gated_delta_rule(**TOKENS, cu_seqlens=cu([64, 64]), plan=SPLITS)
+    assert gdncp.chunk_gated_delta_rule(**TOKENS, cu_seqlens=cu([T]), plan=SPLITS).isfinite().all()
+
+
+def test_a_prepared_plan_runs_as_it_says_and_numpy_ints_are_ints():
+    tokens, heads = random_tokens(200, dim=D), {f"num_{x}_heads": H for x in "qkv"}
+    plan = gdncp.plan_prefill([200], head_dim=D, cp_chunk_len=64, **heads)
+    planned = gdncp.chunk_gated_delta_rule(**tokens, plan=plan, output_final_state=True)
+    asked = gdncp.chunk_gated_delta_rule(
+        **tokens, cu_seqlens_host=numpy.array([0, 200]), _cp_chunk_len=64, output_final_state=True
+    )
+    whole = gdncp.chunk_gated_delta_rule(**tokens, use_cp=False, output_final_state=True)
+    assert all(torch.equal(a, b) for a, b in zip(planned, asked, strict=True))
+    assert not torch.equal(planned[1], whole[1]), "several CP chunks round elsewhere than one"
+
+
+def test_a_final_state_that_is_not_asked_for_is_still_written_where_it_is_wanted():
+    final = torch.full((1, H, D, D), torch.nan)
+    output = gdncp.chunk_gated_delta_rule(**TOKENS, output_state=final)
+    assert isinstance(output, torch.Tensor)
+    assert torch.equal(final, gdncp.chunk_gated_delta_rule(**TOKENS, output_final_state=True)[1])
+
+
+def test_the_call_is_forward_only_and_takes_states_that_require_grad():
+    initial, final = (random_state(1, H, D, seed=s).requires_grad_() for s in (1, 2))
+    output, got = gdncp.chunk_gated_delta_rule(
+        **TOKENS, initial_state=initial, output_state=final, output_final_state=True, _cp_chunk_len=64
+    )
+    assert got is final and not output.requires_grad
+
 
 BAD_PREFILL = {
     "tokens": ({"q": TOKENS["q"][:100]}, r"q must have 128 tokens that the plan gives this rank, got shape \(100, "),

@@ -193,21 +193,39 @@ def test_cuts_off_the_grid_put_checkpoints_inside_tiles(target):
 # ---- a rank's bad input, groups, and what is sent
 
 
-def _one_bad_rank(rank: int, plan) -> str:
-    tokens = random_tokens(plan.num_tokens(rank), HEADS, DIM)
+BAD_RANK = {
+    "gates": "rank 2: g must be linear",
+    "plan": "rank 2: plan must be a PrefillPlan",
+    "world size": "rank 2: group must have the plan's 3 ranks, got 4",
+    "device": "rank 2: NotImplementedError: no backend serves device type 'meta'",
+    "buffer": "rank 2: state_checkpoints must be a torch.Tensor, got int",
+}
+
+
+def _one_bad_rank(rank: int, plan, what: str) -> str:
+    tokens, arguments = random_tokens(plan.num_tokens(rank), HEADS, DIM), {}
     if rank == 2:
-        tokens["g"] = tokens["g"] - 2.0
+        if what == "gates":
+            tokens["g"] = tokens["g"] - 2.0
+        elif what == "plan":
+            plan = None
+        elif what == "world size":
+            plan = plan_for([1000], 3)
+        elif what == "device":
+            tokens = {n: x.to("meta") for n, x in tokens.items()}
+        else:
+            arguments["state_checkpoints"] = 5
     try:
-        gdncp.prefill(plan, **tokens, check=True)
+        gdncp.prefill(plan, **tokens, **arguments, check=True)
     except ValueError as error:
         return str(error)
     return "no error"
 
 
-def test_one_ranks_bad_input_raises_on_every_rank():
-    plan = plan_for([1000], 4)
-    messages = run_ranks(_one_bad_rank, 4, plan)
-    assert all("rank 2" in m and "g must be linear" in m for m in messages), messages
+@pytest.mark.parametrize("what", BAD_RANK)
+def test_one_ranks_bad_input_raises_on_every_rank(what):
+    messages = run_ranks(_one_bad_rank, 4, plan_for([1000], 4), what)
+    assert all(m.startswith(BAD_RANK[what]) for m in messages), messages
 
 
 def _different_calls(rank: int, plan, what: str) -> str:
@@ -215,6 +233,9 @@ def _different_calls(rank: int, plan, what: str) -> str:
     try:
         if what == "scale":
             gdncp.prefill(plan, **tokens, check=True, scale=0.5 if rank else 0.25)
+        elif what == "head dim of v":
+            tokens["v"] = tokens["v"][..., : DIM - 16 * rank].contiguous()
+            gdncp.prefill(plan, **tokens, check=True)
         else:
             other = plan_for([1000], 2, fixup="chain" if rank else "all_gather")
             gdncp.prefill(other, **tokens)
@@ -223,7 +244,7 @@ def _different_calls(rank: int, plan, what: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("what", ["scale", "digest"])
+@pytest.mark.parametrize("what", ["scale", "head dim of v", "digest"])
 def test_calls_that_differ_are_named_on_every_rank(what):
     messages = run_ranks(_different_calls, 2, plan_for([1000], 2), what)
     assert all(what in m for m in messages), messages
@@ -259,6 +280,27 @@ def test_flashinfers_call_on_a_sub_group():
     assert_output(torch.cat([first[0], second[0]]), expected.output, seq_lens, 2e-5)
     assert_within(first[1] + second[1], expected.final_state, 2e-5)  # each row on one owner, zeros elsewhere
     assert_within(torch.cat([first[2], second[2]]), expected.checkpoints, 2e-5)
+
+
+def _outside(rank: int) -> list[str]:
+    group, said = dist.new_group([1]), []
+    tokens, plan = random_tokens(10, HEADS, DIM), plan_for([10], 1)
+    for call in (
+        lambda: gdncp.chunk_gated_delta_rule(**tokens, group=group),
+        lambda: gdncp.prefill(plan, **tokens, group=group, check=True),
+        lambda: gdncp.warmup(plan, group=group),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_process_outside_the_group_is_told_so():
+    outside, inside = run_ranks(_outside, 2)
+    assert outside == ["group must contain this process, got a group that it is not a member of"] * 3
+    assert inside == []
 
 
 def _few_tokens(rank: int, seq_lens, world_size: int) -> dict[str, torch.Tensor]:
