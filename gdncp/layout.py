@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gdncp.backends.base import AffineMaps, Fold
-from gdncp.plan import PrefillPlan
+from gdncp.backends.base import AffineMaps, Fold, FoldRuns
+from gdncp.plan import PrefillPlan, RankPlan
 from gdncp.work import WorkTable, from_cu_seqlens, from_rank_plan, upload
 
 
@@ -28,6 +28,7 @@ class Layout:
     first_rows: torch.Tensor  # [F] entry-state rows that start a sequence here
     first_sequences: torch.Tensor  # [F] the sequences they start
     final_sequences: torch.Tensor  # [num_final] final-state row -> sequence
+    runs: FoldRuns | None = None  # the local fixup, where no sequence crosses ranks
     num_sequence_items: torch.Tensor | None = None  # [N] CP chunks per sequence, where only the device knows
     max_sequence_items: int = 1
 
@@ -65,6 +66,7 @@ def _build(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
         device,
     )
     return Layout(
+        runs=None if plan.crosses_ranks else _runs(share, device),
         tables=tuple(from_rank_plan(share, lane, device) for lane in range(len(share.lanes)) if share.lanes[lane]),
         num_items=len(share.items),
         num_maps=share.num_maps,
@@ -74,6 +76,17 @@ def _build(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
         first_sequences=rows["first_sequences"],
         final_sequences=rows["final_sequences"],
     )
+
+
+def _runs(share: RankPlan, device: torch.device) -> FoldRuns:
+    segments = [s for s in share.segments if s.num_items > 1]
+    columns = {
+        "entry_row": [s.first_item for s in segments],
+        "map_row": [share.map_rows[s.first_item] for s in segments],
+        "num_steps": [s.num_items - 1 for s in segments],
+        "starts": [1] * len(segments),  # a sequence lies on one rank, so it is one segment
+    }
+    return FoldRuns(num_runs=len(segments), **upload(columns, device))
 
 
 def layout_of_cu_seqlens(
@@ -98,6 +111,7 @@ def layout_of_cu_seqlens(
     lengths = cu_seqlens.to(torch.int64).clamp(0, num_tokens).cummax(0).values.diff()
     items = torch.clamp((lengths + cp_chunk_len - 1) // cp_chunk_len, min=1)
     sequences = torch.arange(num_sequences, device=cu_seqlens.device)
+    first_rows = items.cumsum(0) - items
     splits = num_tokens > cp_chunk_len  # else no sequence can have a second CP chunk
     return Layout(
         tables=(table,),
@@ -105,9 +119,10 @@ def layout_of_cu_seqlens(
         num_maps=table.num_maps if splits else 0,
         num_checkpoints=num_checkpoints,
         num_final=num_sequences,
-        first_rows=items.cumsum(0) - items,
+        first_rows=first_rows,
         first_sequences=sequences,
         final_sequences=sequences,
+        runs=FoldRuns(num_sequences, first_rows, first_rows, items - 1, torch.ones_like(items)),
         num_sequence_items=items,
         max_sequence_items=max(1, -(-num_tokens // cp_chunk_len)),
     )

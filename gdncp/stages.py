@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gdncp import collectives
-from gdncp.backends import AffineMaps, Backend, Sinks, TokenInputs
+from gdncp.backends import AffineMaps, Backend, OpeningBackend, RunFold, Sinks, TokenInputs
 from gdncp.layout import Layout, fold_on_device
 from gdncp.plan import PrefillPlan
 from gdncp.states import load_states, store_states
@@ -67,6 +67,7 @@ class Summary:
     tiles: tuple[Any, ...]  # per lane, the backend's own
     entry_states: torch.Tensor  # [items (+ 1 spare), H, V, K] fp32; rows that start a sequence are filled
     maps: AffineMaps | None  # None: no sequence has two CP chunks
+    sinks: Sinks  # of stage 4; what an `OpeningBackend` makes early is there already
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,24 +141,44 @@ def summarise(call: Call) -> Summary:
     if layout.has_maps:
         heads, v_dim, k_dim = call.state_shape
         maps = AffineMaps.empty(layout.num_maps + spare, heads, k_dim, v_dim, device)
+    sinks = _sinks(call)
     with call.timer.stage("precompute_mn"):
         if maps is not None:
-            _on_lanes(
-                call,
-                lambda lane, table: call.backend.precompute_mn(
-                    call.inputs, tiles[lane], table, entry_states, maps, call.forget_below
-                ),
-            )
-    return Summary(call, tiles, entry_states, maps)
+
+            def reduce(lane: int, table: WorkTable) -> None:
+                arguments = (call.inputs, tiles[lane], table, entry_states, maps, call.forget_below)
+                if isinstance(call.backend, OpeningBackend):
+                    call.backend.precompute_mn_and_open(*arguments, sinks)
+                else:
+                    call.backend.precompute_mn(*arguments)
+
+            _on_lanes(call, reduce)
+    return Summary(call, tiles, entry_states, maps, sinks)
+
+
+def _sinks(call: Call) -> Sinks:
+    layout, device = call.layout, call.inputs.q.device
+
+    def rows(count: int) -> torch.Tensor:  # one more: the dump row of `WorkTable`
+        return torch.empty(count + 1, *call.state_shape, dtype=torch.float32, device=device)
+
+    sinks = Sinks(call.output, rows(layout.num_final), rows(layout.num_checkpoints) if layout.num_checkpoints else None)
+    if sinks.checkpoints is not None and call.plan is None:  # rows that no sequence earns keep what they held
+        assert call.checkpoints is not None
+        sinks.checkpoints[:-1].copy_(call.checkpoints)
+    return sinks
 
 
 @torch.no_grad()
 def fixup(summary: Summary) -> EntryStates:
     """Stage 3: every entry state, across lanes and ranks.  A data collective only where something crosses ranks."""
-    call, maps = summary.call, summary.maps
+    call, maps, runs = summary.call, summary.maps, summary.call.layout.runs
     stats = collectives.FixupStats("local")
     with call.timer.stage("state_fixup"):
-        if call.plan is None:
+        if runs is not None and isinstance(call.backend.fold, RunFold):
+            if maps is not None:
+                call.backend.fold.fold_runs(maps, summary.entry_states, runs)
+        elif call.plan is None:
             if maps is not None:
                 fold_on_device(call.layout, maps, summary.entry_states, call.backend.fold)
         else:
@@ -174,21 +195,13 @@ def fixup(summary: Summary) -> EntryStates:
 def finish(entry: EntryStates) -> PrefillResult:
     """Stage 4 on every lane, then states and checkpoints in the caller's dtypes."""
     summary = entry.summary
-    call, layout = summary.call, summary.call.layout
-    device = call.inputs.q.device
-
-    def rows(count: int) -> torch.Tensor:  # one more: the dump row of `WorkTable`
-        return torch.empty(count + 1, *call.state_shape, dtype=torch.float32, device=device)
-
-    sinks = Sinks(call.output, rows(layout.num_final), rows(layout.num_checkpoints) if layout.num_checkpoints else None)
-    if sinks.checkpoints is not None and call.plan is None:  # rows that no sequence earns keep what they held
-        assert call.checkpoints is not None
-        sinks.checkpoints[:-1].copy_(call.checkpoints)
+    call, layout, sinks = summary.call, summary.call.layout, summary.sinks
+    device, backend = call.inputs.q.device, call.backend
+    run = backend.cp_prefill
+    if isinstance(backend, OpeningBackend) and summary.maps is not None:
+        run = backend.cp_prefill_after_opening
     with call.timer.stage("cp_prefill"):
-        _on_lanes(
-            call,
-            lambda lane, table: call.backend.cp_prefill(call.inputs, summary.tiles[lane], table, entry.states, sinks),
-        )
+        _on_lanes(call, lambda lane, table: run(call.inputs, summary.tiles[lane], table, entry.states, sinks))
     if sinks.checkpoints is not None:
         assert call.checkpoints is not None
         call.checkpoints.copy_(sinks.checkpoints[:-1])

@@ -46,6 +46,7 @@ class WorkTable:
     first_chunk: torch.Tensor  # [num_items] the item's first flat chunk
     chunk_item: torch.Tensor  # [num_chunks] flat chunk -> item
     chunk_ordinal: torch.Tensor  # [num_chunks] which chunk of its item; past the item's end: an empty chunk
+    opens: torch.Tensor  # [num_items] bool: the item starts its sequence and passes a state on
     map_item: torch.Tensor  # [num_maps] item whose map this is
     map_row: torch.Tensor  # [num_maps] row in the rank's `AffineMaps`; the dump row (the last one) if not a real map
     map_is_first: torch.Tensor  # [num_maps] bool: starts from its entry state, transition is zero
@@ -74,6 +75,7 @@ def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> Work
         "first_chunk": [0, *accumulate(num_chunks)][: len(items)],
         "chunk_item": [p for p, n in enumerate(num_chunks) for _ in range(n)],
         "chunk_ordinal": [c for n in num_chunks for c in range(n)],
+        "opens": [int(c.is_first and not c.is_last) for c in chunks],
         "map_item": maps,
         "map_row": [rank_plan.map_rows[items[p]] for p in maps],
         "map_is_first": [int(chunks[p].is_first) for p in maps],
@@ -88,7 +90,7 @@ def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> Work
         max_chunks=max(num_chunks, default=0),
         num_maps=len(maps),
         num_checkpoints=len(checkpoints),
-        **{**tensors, "map_is_first": tensors["map_is_first"].bool()},
+        **{**tensors, **{name: tensors[name].bool() for name in ("opens", "map_is_first")}},
         host=HostTable(
             num_tokens=tuple(columns["num_tokens"]),
             map_item=tuple(maps),
@@ -178,6 +180,7 @@ def from_cu_seqlens(
         first_chunk=first_chunk,
         chunk_item=chunk_item,
         chunk_ordinal=chunk_ordinal,
+        opens=real & ~is_last & (ordinal == 0),
         map_item=item,
         map_row=torch.where(real & ~is_last, item, num_items),
         map_is_first=ordinal == 0,

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from gdncp.backends.base import AffineMaps, Backend, Fold, GateSpace, Precision, Sinks, TokenInputs
+from gdncp.backends.base import (
+    AffineMaps,
+    Backend,
+    Fold,
+    FoldRuns,
+    GateSpace,
+    OpeningBackend,
+    Precision,
+    RunFold,
+    Sinks,
+    TokenInputs,
+)
 
 __all__ = [
     "BACKEND_NAMES",
     "AffineMaps",
     "Backend",
     "Fold",
+    "FoldRuns",
     "GateSpace",
+    "OpeningBackend",
     "Precision",
+    "RunFold",
     "Sinks",
     "TokenInputs",
     "get_backend",

@@ -7,7 +7,7 @@ States are fp32 [.., H, V, K] everywhere between the stages; casts to and from t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -89,6 +89,29 @@ class Fold(Protocol):
     def __call__(self, state: torch.Tensor, transition: torch.Tensor, local_state: torch.Tensor) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True, eq=False)
+class FoldRuns:
+    """Stretches of one sequence each, all on this rank: the maps of a run are consecutive rows, its entry states too.
+
+    All [num_runs] int64 on the device.
+    """
+
+    num_runs: int
+    entry_row: torch.Tensor  # row of the run's first CP chunk in the entry states
+    map_row: torch.Tensor  # its row in the `AffineMaps`
+    num_steps: torch.Tensor  # entry states to fill, in the rows behind `entry_row`
+    starts: torch.Tensor  # 1: the run starts its sequence, so that its first map's local state is an exit state
+
+
+@runtime_checkable
+class RunFold(Protocol):
+    """What a `Fold` may offer besides: whole runs in one launch, with the bits of one map at a time."""
+
+    def fold_runs(self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns) -> None:
+        """Fill `entry_states` [items, H, V, K] in place."""
+        ...
+
+
 class Backend(Protocol):
     """The stages of one kernel set.  All methods enqueue work and never wait for a device."""
 
@@ -126,4 +149,31 @@ class Backend(Protocol):
         self, inputs: TokenInputs, tiles: Any, table: WorkTable, entry_states: torch.Tensor, sinks: Sinks
     ) -> None:
         """Stage 4.  From each item's entry state: outputs, state checkpoints, and the exit state of last CP chunks."""
+        ...
+
+
+@runtime_checkable
+class OpeningBackend(Protocol):
+    """What a backend may offer besides: stage 4 of the items in `table.opens` in the launch of stage 2.
+
+    A sequence's first CP chunk needs nothing from elsewhere, and its exit state is its N: one scan instead of two.
+    """
+
+    def precompute_mn_and_open(
+        self,
+        inputs: TokenInputs,
+        tiles: Any,
+        table: WorkTable,
+        entry_states: torch.Tensor,
+        maps: AffineMaps,
+        forget_below: float,
+        sinks: Sinks,
+    ) -> None:
+        """Stage 2, and stage 4 of the items in `table.opens`, whose N is scanned whole."""
+        ...
+
+    def cp_prefill_after_opening(
+        self, inputs: TokenInputs, tiles: Any, table: WorkTable, entry_states: torch.Tensor, sinks: Sinks
+    ) -> None:
+        """Stage 4 of the items that are not in `table.opens`."""
         ...

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -69,31 +71,67 @@ class HopperBackend:
         with torch.cuda.device_of(inputs.k):
             precompute_mn(_aligned(inputs), tiles, table, entry_states, maps, forget_below)
 
+    def precompute_mn_and_open(
+        self,
+        inputs: TokenInputs,
+        tiles: Tiles,
+        table: WorkTable,
+        entry_states: torch.Tensor,
+        maps: AffineMaps,
+        forget_below: float,
+        sinks: Sinks,
+    ) -> None:
+        from gdncp_kernels.hopper.recurrence import precompute_mn
+
+        with torch.cuda.device_of(inputs.k), _aligned_output(sinks) as sinks:
+            precompute_mn(_aligned(inputs), tiles, table, entry_states, maps, forget_below, sinks)
+
     @property
     def fold(self) -> Fold:
-        from gdncp_kernels.state_fixup import StateFold
+        from gdncp_kernels.hopper.state_fixup import StateFold
 
         return StateFold()
 
     def cp_prefill(
         self, inputs: TokenInputs, tiles: Tiles, table: WorkTable, entry_states: torch.Tensor, sinks: Sinks
     ) -> None:
+        self._cp_prefill(inputs, tiles, table, entry_states, sinks, opened=False)
+
+    def cp_prefill_after_opening(
+        self, inputs: TokenInputs, tiles: Tiles, table: WorkTable, entry_states: torch.Tensor, sinks: Sinks
+    ) -> None:
+        self._cp_prefill(inputs, tiles, table, entry_states, sinks, opened=True)
+
+    def _cp_prefill(
+        self,
+        inputs: TokenInputs,
+        tiles: Tiles,
+        table: WorkTable,
+        entry_states: torch.Tensor,
+        sinks: Sinks,
+        opened: bool,
+    ) -> None:
         from gdncp_kernels.hopper.recurrence import cp_prefill
 
-        output = sinks.output
         if inputs.k.shape[0] == 0:  # only empty sequences
             sinks.final_states[table.final_row] = entry_states[table.item_row]
             return
-        with torch.cuda.device_of(inputs.k):
-            sinks = replace(sinks, output=_aligned_tensor(output))
-            cp_prefill(_aligned(inputs), tiles, table, entry_states, sinks)
-            if sinks.output is not output:
-                output.copy_(sinks.output)
+        with torch.cuda.device_of(inputs.k), _aligned_output(sinks) as sinks:
+            cp_prefill(_aligned(inputs), tiles, table, entry_states, sinks, opened)
 
 
 def _aligned(inputs: TokenInputs) -> TokenInputs:
     """The copy engine reads from multiples of 16 bytes only: allocations start at one, views into them may not."""
-    return replace(inputs, q=_aligned_tensor(inputs.q), k=_aligned_tensor(inputs.k), v=_aligned_tensor(inputs.v))
+    q, k, v = (_aligned_tensor(x) for x in (inputs.q, inputs.k, inputs.v))
+    return inputs if q is inputs.q and k is inputs.k and v is inputs.v else replace(inputs, q=q, k=k, v=v)
+
+
+@contextmanager
+def _aligned_output(sinks: Sinks) -> Iterator[Sinks]:
+    output = _aligned_tensor(sinks.output)
+    yield sinks if output is sinks.output else replace(sinks, output=output)
+    if output is not sinks.output:
+        sinks.output.copy_(output)
 
 
 def _aligned_tensor(x: torch.Tensor) -> torch.Tensor:

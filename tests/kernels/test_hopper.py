@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import gdncp
 from gdncp.backends import get_backend, select_backend
 from gdncp.backends.base import TokenInputs
 from gdncp.backends.hopper_backend import HopperBackend
@@ -193,6 +194,39 @@ def test_views_that_are_not_aligned_and_only_empty_sequences():
     initial = driver.make_state(2, inputs).cuda()
     empty = driver.run(nothing, [0, 0], 128, initial, backend=HopperBackend())
     assert torch.equal(empty.final_state, initial)
+
+
+@hopper_only
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_public_calls_where_stage_2_opens_sequences(lanes):
+    """A sequence's first CP chunk gets outputs and checkpoints in stage 2's launch, and runs of maps fold in one."""
+    every, starts = 64, [0, *torch.tensor([n // 64 for n in SEQ_LENS]).cumsum(0).tolist()]
+    inputs = make_inputs(sum(SEQ_LENS), (1, 1, 2), gates="mixed")
+    initial = driver.make_state(len(SEQ_LENS), inputs)
+    gpu = on_gpu(inputs)
+    heads = {"num_q_heads": 1, "num_k_heads": 1, "num_v_heads": 2, "head_dim": 128}
+    plan = gdncp.plan_prefill(
+        SEQ_LENS, **heads, cp_chunk_len=256, checkpoint_every_n_tokens=every, lanes_per_rank=lanes
+    )
+    tokens = (gpu.q, gpu.k, gpu.v, gpu.gate, gpu.beta)
+    result = gdncp.prefill(plan, *tokens, initial_state=initial.cuda(), backend="hopper", gate_space="log")
+    assert_matches_oracle(result, inputs, SEQ_LENS, initial, TOLERANCE[torch.bfloat16], checkpoint_every_n_tokens=every)
+
+    checkpoints = torch.full_like(result.checkpoints, 7.0)
+    output, final = gdncp.chunk_gated_delta_rule(
+        *tokens,
+        initial_state=initial.cuda(),
+        output_final_state=True,
+        cu_seqlens=torch.tensor([0, *torch.tensor(SEQ_LENS).cumsum(0).tolist()], device="cuda"),
+        state_checkpoints=checkpoints,
+        checkpoint_cu_starts=torch.tensor(starts, device="cuda"),
+        checkpoint_every_n_tokens=every,
+        _cp_chunk_len=256,
+        backend="hopper",
+        gate_space="log",
+    )
+    for a, b in ((output, result.output), (final, result.final_state), (checkpoints, result.checkpoints)):
+        assert torch.equal(a, b)
 
 
 def test_refusals():

@@ -28,6 +28,7 @@ def _finish_kernel(
     v,
     solve,
     gates,
+    key_scales,
     token_start,
     num_tokens,
     first_chunk,
@@ -54,7 +55,8 @@ def _finish_kernel(
     ordinal = position // 64
     token = tl.load(token_start + item) + ordinal * 64
     rows = tl.minimum(tl.load(num_tokens + item) - ordinal * 64, 64)
-    entry = (tl.load(first_chunk + item) + ordinal) * H + head
+    chunk = tl.load(first_chunk + item) + ordinal
+    entry = chunk * H + head
     i = tl.arange(0, 64)
     d = tl.arange(0, DIM)
     in_block = block * BLOCK + tl.arange(0, BLOCK)
@@ -64,12 +66,12 @@ def _finish_kernel(
     values = tl.load(
         v + ((token + i)[:, None] * HV + head * HV // H) * DIM + in_block[None, :], mask=(i < rows)[:, None], other=0.0
     ).to(tl.float32)
-    gate = gates + entry * 384
+    gate = gates + entry * 256
     log_decay = tl.load(gate + i)
     from_start = tl.load(gate + 64 + i)
     beta = tl.load(gate + 3 * 64 + i)
     if L2NORM:
-        keys = keys * tl.load(gate + 5 * 64 + i)[:, None]
+        keys = keys * tl.load(key_scales + (chunk * HK + head * HK // H) * 64 + i)[:, None]
     t = tl.load(solve + (entry * 64 + i)[:, None] * 64 + i[None, :]).to(tl.float32)
 
     at = checkpoints + (row * H + head) * DIM * DIM + in_block[None, :] * DIM + d[:, None]
@@ -77,9 +79,7 @@ def _finish_kernel(
     rest = beta[:, None] * (values - from_start[:, None] * tl.dot(keys, state, input_precision="tf32x3"))
     update = tl.dot(t, rest, input_precision="tf32x3")
     last = tl.load(gate + p - 1)
-    last_reset = tl.load(gate + 4 * 64 + p - 1)
-    connected = (i < p) & (last_reset <= (i + 1).to(tl.float32))
-    decay = tl.exp2(tl.where(connected, last - log_decay, float("-inf")))
+    decay = tl.exp2(tl.where(i < p, last - log_decay, float("-inf")))
     state = tl.load(gate + 64 + p - 1) * state + tl.dot(
         tl.trans(keys), decay[:, None] * update, input_precision="tf32x3"
     )
@@ -105,6 +105,7 @@ def finish(inputs: TokenInputs, tiles: Tiles, table: WorkTable, checkpoints: tor
         inputs.v,
         tiles.solve,
         tiles.gates,
+        tiles.keys,
         table.token_start,
         table.num_tokens,
         table.first_chunk,

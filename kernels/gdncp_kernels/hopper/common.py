@@ -11,14 +11,16 @@ DIM = 128  # K and V
 LOG2E = gl.constexpr(1.4426950408889634)
 L2NORM_EPS = gl.constexpr(1e-6)
 
-# Stage 1 leaves six numbers per token and state head, [chunks · H, NUM_GATES, 64] fp32, in this order:
-LOG_DECAY = gl.constexpr(0)  # G: log2 of the gates summed from the chunk's start, resets left out
-FROM_START = gl.constexpr(1)  # decay from the chunk's entry through the token; exactly 0 behind a reset
-TO_END = gl.constexpr(2)  # decay from behind the token through the chunk's last; exactly 0 before a reset
+# Stage 1 leaves four numbers per token and state head, [chunks · H, NUM_GATES, 64] fp32, in this order:
+LOG_DECAY = gl.constexpr(0)  # G: log2 of the gates summed from the chunk's start, RESET for each reset
+FROM_START = gl.constexpr(1)  # decay from the chunk's entry through the token, exp2 G
+TO_END = gl.constexpr(2)  # decay from behind the token through the chunk's last
 BETA = gl.constexpr(3)
-RESET = gl.constexpr(4)  # 1 + position in the chunk of the last reset up to the token; 0: none
-KEY = gl.constexpr(5)  # with L2 norm: what the norm multiplies the key by; without: the key's square
-NUM_GATES = 6
+NUM_GATES = 4
+
+# log2 gate of a reset: exp2 of a difference of sums that holds one is exactly 0 (fp32 ends at 2^-149), and 64 of them
+# leave the sum's fp32 rounding at 1e-3.
+RESET = gl.constexpr(-160.0)
 
 # Names that Gluon changed after triton 3.6: the barrier among a partition's threads, TMA copies, shared memory views.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier

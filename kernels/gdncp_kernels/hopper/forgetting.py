@@ -2,7 +2,7 @@
 
 A token multiplies the state's norm by at most  a = α max(1, |1 − β‖k‖²|)  and adds at most  b = |β| ‖v‖ ‖k‖.  So what
 lies before chunk `start` adds at most  Σ b_t Π_{u > t} a_u  (+ gain ‖S_0‖ where S_0 was the initial state) at the end.
-Rounded up wherever it is rounded; a chunk without a cut costs a program that ends at once.
+Rounded up wherever it is rounded; where nothing was cut programs end at once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ L2NORM_EPS = tl.constexpr(1e-6)
 SLACK = tl.constexpr(1e-4)  # of fp32 sums, roots and exponentials, with room
 AT_ONCE = tl.constexpr(128)
 NORM_ROWS = tl.constexpr(16)
+SLICES = 16
 
 
-@triton.jit(do_not_specialize=["H", "HV", "max_chunks"])
+@triton.jit(do_not_specialize=["H", "HK", "HV"])
 def _reach_kernel(
     v,
     gates,
+    keys,
     reach,
     start_chunk,
     token_start,
@@ -36,36 +38,40 @@ def _reach_kernel(
     first_chunk,
     map_item,
     H,
+    HK,
     HV,
-    max_chunks,
     L2NORM: tl.constexpr,
+    SLICES: tl.constexpr,
 ):
-    """One program per (map, chunk, state head): Σ b_t Π_{u > t} a_u over the chunk, into reach [chunks · H]."""
+    """One program per (map, slice, state head): Σ b_t Π_{u > t} a_u of every SLICES-th chunk before the start, into
+    reach [chunks · H]."""
     head = tl.program_id(0) % H
-    ordinal = tl.program_id(0) // H % max_chunks
-    map_ = tl.program_id(0) // (H * max_chunks)
-    if ordinal >= tl.load(start_chunk + map_ * H + head):
-        return
+    slice_ = tl.program_id(0) // H % SLICES
+    map_ = tl.program_id(0) // (H * SLICES)
+    start = tl.load(start_chunk + map_ * H + head)
     item = tl.load(map_item + map_)
-    entry = (tl.load(first_chunk + item) + ordinal) * H + head
-    rows = tl.minimum(tl.load(num_tokens + item) - ordinal * 64, 64)
-    token = tl.load(token_start + item) + ordinal * 64
+    first = tl.load(first_chunk + item)
+    tokens = tl.load(num_tokens + item)
+    first_token = tl.load(token_start + item)
     i = tl.arange(0, 64)
-    at = v + ((token + i)[:, None] * HV + head * HV // H) * DIM + tl.arange(0, DIM)[None, :]
-    values = tl.load(at, mask=(i < rows)[:, None], other=0.0).to(tl.float32)
+    column = tl.arange(0, DIM)[None, :]
+    for ordinal in range(slice_, start, SLICES):
+        token = first_token + ordinal * 64
+        live = i < tokens - ordinal * 64
+        at = v + ((token + i)[:, None] * HV + head * HV // H) * DIM + column
+        values = tl.load(at, mask=live[:, None], other=0.0).to(tl.float32)
 
-    gate = gates + entry * 384 + i
-    to_end = tl.load(gate + 2 * 64)
-    beta = tl.load(gate + 3 * 64)
-    square = tl.load(gate + 5 * 64)
-    if L2NORM:
-        square = tl.maximum(1.0 - L2NORM_EPS * square * square, 0.0) + 1e-5
-    along = beta * square
-    stretch = tl.maximum(tl.abs(1.0 - along) + 2e-5 * tl.abs(along), 1.0)
-    growth = tl.log2(stretch)
-    after = tl.sum(growth, 0) - tl.cumsum(growth, 0)
-    b = tl.abs(beta) * tl.sqrt(tl.sum(values * values, 1)) * tl.sqrt(square) * (1.0 + SLACK)
-    tl.store(reach + entry, tl.sum(b * to_end * tl.exp2(after + SLACK), 0) * (1.0 + SLACK))
+        entry = (first + ordinal) * H + head
+        to_end = tl.load(gates + entry * 256 + 2 * 64 + i)
+        beta = tl.load(gates + entry * 256 + 3 * 64 + i)
+        square = tl.load(keys + ((first + ordinal) * HK + head * HK // H) * 64 + i)
+        if L2NORM:  # s = rsqrt(‖k‖² + ε), so that the normalised key's square is 1 − ε s²
+            square = tl.maximum(1.0 - L2NORM_EPS * square * square, 0.0) + 1e-5
+        along = beta * square
+        growth = tl.log2(tl.maximum(tl.abs(1.0 - along) + 2e-5 * tl.abs(along), 1.0))
+        after = tl.sum(growth, 0) - tl.cumsum(growth, 0)
+        b = tl.abs(beta) * tl.sqrt(tl.sum(values * values, 1)) * tl.sqrt(square) * (1.0 + SLACK)
+        tl.store(reach + entry, tl.sum(b * to_end * tl.exp2(after + SLACK), 0) * (1.0 + SLACK))
 
 
 @triton.jit(do_not_specialize=["H", "map_dump"])
@@ -129,9 +135,10 @@ def fill_dropped(
     """Write `maps.dropped` of the maps whose scan was cut at start_chunk [num_maps, H]; the others' is 0 already."""
     num_heads = inputs.num_state_heads
     reach = torch.empty_like(tiles.growth)
-    _reach_kernel[(table.num_maps * table.max_chunks * num_heads,)](
+    _reach_kernel[(table.num_maps * SLICES * num_heads,)](
         inputs.v,
         tiles.gates,
+        tiles.keys,
         reach,
         start_chunk,
         table.token_start,
@@ -139,9 +146,10 @@ def fill_dropped(
         table.first_chunk,
         table.map_item,
         num_heads,
+        inputs.k.shape[1],
         inputs.v.shape[1],
-        table.max_chunks,
         L2NORM=inputs.use_qk_l2norm,
+        SLICES=SLICES,
         num_warps=4,
     )
     _dropped_kernel[(table.num_maps * num_heads,)](

@@ -31,10 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gdncp_kernels.hopper.common import (
     BETA,
     FROM_START,
-    KEY,
     L2NORM_EPS,
     LOG_DECAY,
-    RESET,
     TO_END,
     barrier,
     load_tile,
@@ -59,7 +57,8 @@ ROWS_OF_A_GROUP = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
 OUT_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 TILE_BYTES = gl.constexpr(64 * 128 * 2)
-SOLVE_AND_GATE_BYTES = gl.constexpr(64 * 64 * 2 + 6 * 64 * 4)
+SOLVE_AND_GATE_BYTES = gl.constexpr(64 * 64 * 2 + 4 * 64 * 4)
+KEY_BYTES = gl.constexpr(64 * 4)
 NO_MORE = gl.constexpr(1 << 30)  # position of the checkpoint after the last
 
 
@@ -70,20 +69,24 @@ def load_partition(
     v_map,
     solve_map,
     gates_map,
+    keys_map,
     queries,
     keys,
     values,
     solves,
     gates,
+    key_scales,
     full,
     empty,
     token,
     entry,
+    key_entry,
     num_chunks,
     q_head,
     k_head,
     v_head,
     H,
+    HK,
     kind,
     STAGES: gl.constexpr,
 ):
@@ -94,21 +97,23 @@ def load_partition(
         row = entry + i * H
         mbarrier.wait(empty.index(s), ((i // STAGES) & 1) ^ 1)
         bar = full.index(s)
-        mbarrier.expect(bar, 3 * TILE_BYTES + SOLVE_AND_GATE_BYTES, pred=kind == OUTPUTS)
-        mbarrier.expect(bar, 2 * TILE_BYTES + SOLVE_AND_GATE_BYTES, pred=kind == LOCAL_STATE)
-        mbarrier.expect(bar, 1 * TILE_BYTES + SOLVE_AND_GATE_BYTES, pred=kind == TRANSITION)
+        small: gl.constexpr = SOLVE_AND_GATE_BYTES if keys_map is None else SOLVE_AND_GATE_BYTES + KEY_BYTES
+        mbarrier.expect(bar, 3 * TILE_BYTES + small, pred=kind == OUTPUTS)
+        mbarrier.expect(bar, 2 * TILE_BYTES + small, pred=kind == LOCAL_STATE)
+        mbarrier.expect(bar, 1 * TILE_BYTES + small, pred=kind == TRANSITION)
         load_tile(k_map, [at, k_head * 128], bar, keys.index(s))
         if q_map is not None:
             load_tile(q_map, [at, q_head * 128], bar, queries.index(s), pred=kind == OUTPUTS)
         load_tile(solve_map, [row * 64, 0], bar, solves.index(s))
-        for part in gl.static_range(3):
-            load_tile(gates_map, [row, part * 128], bar, gates.index(s * 4 + part))
+        load_tile(gates_map, [row, 0], bar, gates.index(s))
+        if keys_map is not None:
+            load_tile(keys_map, [key_entry + i * HK, 0], bar, key_scales.index(s))
         load_tile(v_map, [at, v_head * 128], bar, values.index(s), pred=kind != TRANSITION)
 
 
 @gluon.jit
 def _gate(gate, which: gl.constexpr, layout: gl.constexpr):
-    """[64] one of the six numbers per token of a stage's `gate` [512]."""
+    """[64] one of the four numbers per token of a stage's `gate` [256]."""
     return gate.slice(which * 64, 64).load(layout)
 
 
@@ -126,6 +131,7 @@ def score_partition(
     keys,
     values,
     gates,
+    key_scales,
     scores,
     query_scales,
     full,
@@ -167,15 +173,14 @@ def score_partition(
                     g_j = gate.slice(LOG_DECAY * 64 + 32 * half, 32).load(C32)
                     i_row = gl.arange(0, 64, layout=R32)[:, None]
                     j_col = gl.arange(32 * half, 32 * half + 32, layout=C32)[None, :]
-                    seen = (i_row >= j_col) & ((j_col + 1).to(gl.float32) >= _gate(gate, RESET, R32)[:, None])
                     decay = gl.exp2(g_i[:, None] - g_j[None, :])
                     if L2NORM:
                         decay = decay * query_scales.index(s).load(R32)[:, None]
-                        decay = decay * gate.slice(KEY * 64 + 32 * half, 32).load(C32)[None, :]
+                        decay = decay * key_scales.index(s).slice(32 * half, 32).load(C32)[None, :]
                     else:
                         decay = decay * scale
                     p = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
-                    p = gl.where(seen, p * decay, 0.0)
+                    p = gl.where(i_row >= j_col, p * decay, 0.0)
                     scores.index(s).slice(32 * half, 32, 1).store(p.to(gl.bfloat16))
                 fence_async_shared()
                 mbarrier.arrive(scored.index(s), count=1)
@@ -183,10 +188,10 @@ def score_partition(
 
 
 @gluon.jit
-def _key_factors(gate, which: gl.constexpr, L2NORM: gl.constexpr):
+def _key_factors(gate, key_scale, which: gl.constexpr, L2NORM: gl.constexpr):
     x = _gate(gate, which, C64)
     if L2NORM:
-        x = x * _gate(gate, KEY, C64)
+        x = x * key_scale.load(C64)
     return x
 
 
@@ -197,6 +202,7 @@ def _scan(
     values,
     solves,
     gates,
+    key_scales,
     full,
     empty,
     clean,
@@ -220,7 +226,7 @@ def _scan(
         pending_u = warpgroup_mma(s16, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         if WITH_VALUES:
             v = values.index(s).slice(SLAB * 64, 64, 1).permute((1, 0)).load(M64)
-        from_start = _key_factors(gate, FROM_START, L2NORM)
+        from_start = _key_factors(gate, key_scales.index(s), FROM_START, L2NORM)
         beta = _gate(gate, BETA, C64)
         U = warpgroup_mma_wait(num_outstanding=0, deps=(pending_u,))
         if WITH_VALUES:
@@ -230,7 +236,7 @@ def _scan(
         w = gl.convert_layout(w, A64)
         pending_n = warpgroup_mma(w, solves.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
         S = S * gate.slice(FROM_START * 64 + 63, 1).load(C128)[None, :]
-        to_end = _key_factors(gate, TO_END, L2NORM)
+        to_end = _key_factors(gate, key_scales.index(s), TO_END, L2NORM)
         N = warpgroup_mma_wait(num_outstanding=0, deps=(pending_n,))
         n16 = gl.convert_layout((N * to_end[None, :]).to(bf16), A128)
         pending_s = warpgroup_mma(n16, k, S, is_async=True)
@@ -262,6 +268,7 @@ def _prefill(
     values,
     solves,
     gates,
+    key_scales,
     scores,
     query_scales,
     staged,
@@ -315,7 +322,7 @@ def _prefill(
         pending_u = warpgroup_mma(s16, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         pending_q = warpgroup_mma(s16, queries.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
         v = values.index(s).slice(SLAB * 64, 64, 1).permute((1, 0)).load(M64)
-        from_start = _key_factors(gate, FROM_START, L2NORM)
+        from_start = _key_factors(gate, key_scales.index(s), FROM_START, L2NORM)
         U = warpgroup_mma_wait(num_outstanding=1, deps=(pending_u,))
         w = (v.to(gl.float32) - U * from_start[None, :]) * _gate(gate, BETA, C64)[None, :]
         w = gl.convert_layout(w.to(bf16), A64)
@@ -329,7 +336,7 @@ def _prefill(
             from_entry = from_entry * scale
         out = warpgroup_mma_wait(num_outstanding=1, deps=(pending_q,))
         out = out * from_entry[None, :]
-        to_end = _key_factors(gate, TO_END, L2NORM)
+        to_end = _key_factors(gate, key_scales.index(s), TO_END, L2NORM)
         N = warpgroup_mma_wait(num_outstanding=0, deps=(pending_n,))
         n16 = gl.convert_layout((N * to_end[None, :]).to(bf16), A128)
         pending_s = warpgroup_mma(n16, k, S, is_async=True)
@@ -382,6 +389,7 @@ def state_partition(
     values,
     solves,
     gates,
+    key_scales,
     scores,
     query_scales,
     staged,
@@ -431,6 +439,7 @@ def state_partition(
                 values,
                 solves,
                 gates,
+                key_scales,
                 scores,
                 query_scales,
                 staged,
@@ -462,6 +471,7 @@ def state_partition(
                 values,
                 solves,
                 gates,
+                key_scales,
                 full,
                 empty,
                 clean,
@@ -479,6 +489,7 @@ def state_partition(
                 values,
                 solves,
                 gates,
+                key_scales,
                 full,
                 empty,
                 clean,

@@ -2,7 +2,7 @@
 
 Per chunk and state head, i and j counting tokens from the chunk's start, G the cumulative log2 gates:
 
-    A_ij = β_i exp2(G_i − G_j) k_i·k_j  for j < i with no reset in between, else 0
+    A_ij = β_i exp2(G_i − G_j) k_i·k_j  for j < i, else 0
     T = (I + A)⁻¹   [64, 64]
 
 so that the tokens' updates are  U = T diag(β) (V − diag(from_start) K S0ᵀ)  for an entry state S0.  β stays out of T:
@@ -29,7 +29,6 @@ from gdncp_kernels.hopper.common import (
     BETA,
     CHUNK,
     FROM_START,
-    KEY,
     L2NORM_EPS,
     LOG2E,
     LOG_DECAY,
@@ -38,7 +37,6 @@ from gdncp_kernels.hopper.common import (
     TO_END,
     add,
     barrier,
-    larger,
     load_tile,
     reinterpret,
     store_tile,
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
 
 SMALLEST_LOG_GATE = gl.constexpr(-87.0)  # natural; anything below is a reset
 SMALLEST_GATE = gl.constexpr(1.6458115e-38)  # exp of it
-FORGETS_ALL = gl.constexpr(-1e9)  # growth of a chunk that holds a reset: sums of it stay finite
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
@@ -68,6 +65,7 @@ class Tiles:
 
     solve: torch.Tensor  # [chunks · H · 64, 64] bf16: T
     gates: torch.Tensor  # [chunks · H, NUM_GATES · 64] fp32: see `common`
+    keys: torch.Tensor  # [chunks · HK, 64] fp32: with L2 norm what it multiplies the key by; without, the key's square
     growth: torch.Tensor  # [chunks · H] fp32: log2 of the product of a_t (see `forgetting`), rounded up
 
 
@@ -85,26 +83,22 @@ def _accurate_log2(x):
 
 @gluon.jit
 def _load_gates(gate, beta, token, rows, H, head, LOG_SPACE: gl.constexpr):
-    """[64] log2 gate (0 for resets and past the chunk), reset mark (1 + position, 0: none) and beta."""
+    """[64] log2 gate (RESET for resets, 0 past the chunk) and beta (0 past the chunk) of a chunk's tokens."""
     i = gl.arange(0, 64, layout=TOKENS)
     at = (token + i) * H + head
     log_alpha = gl.zeros([64], gl.float32, TOKENS)
-    reset = gl.zeros([64], gl.int32, TOKENS)
     if gate is not None:
         if LOG_SPACE:
             x = gl.load(gate + at, mask=i < rows, other=0.0)
-            is_reset = x < SMALLEST_LOG_GATE
-            log_alpha = gl.where(is_reset, 0.0, x * LOG2E)
+            log_alpha = gl.where(x < SMALLEST_LOG_GATE, RESET, x * LOG2E)
         else:
             x = gl.load(gate + at, mask=i < rows, other=1.0)
-            is_reset = x < SMALLEST_GATE
-            log_alpha = _accurate_log2(gl.where(is_reset, 1.0, x))
-        reset = gl.where(is_reset, i + 1, 0)
+            log_alpha = gl.where(x < SMALLEST_GATE, RESET, _accurate_log2(x))
     if beta is not None:
         b = gl.load(beta + at, mask=i < rows, other=0.0)
     else:
         b = gl.where(i < rows, 1.0, 0.0)
-    return log_alpha, reset, b
+    return log_alpha, b
 
 
 @gluon.jit
@@ -127,33 +121,30 @@ def _store_diagonal(out, products, i: gl.constexpr, row, col):
 
 
 @gluon.jit
-def _row_factor(g, w, r, i: gl.constexpr):
-    """−β_i exp2(G_i − G_ref), ref the first row of block i; 0 where a reset lies between."""
+def _row_factor(g, w, i: gl.constexpr):
+    """−β_i exp2(G_i − G_ref), ref the first row of block i."""
     g_i = g.slice(16 * i, 16).load(ROW)
-    factor = gl.exp2(g_i - g.slice(16 * i, 1).load(ROW))
-    return gl.where(r.slice(16 * i, 16).load(ROW) <= 16 * i + 1, -w.slice(16 * i, 16).load(ROW) * factor, 0.0)
+    return -w.slice(16 * i, 16).load(ROW) * gl.exp2(g_i - g.slice(16 * i, 1).load(ROW))
 
 
 @gluon.jit
-def _below_diagonal(products, row_factor, g, r, norm, i: gl.constexpr, j: gl.constexpr, L2NORM: gl.constexpr):
+def _below_diagonal(products, row_factor, g, norm, i: gl.constexpr, j: gl.constexpr, L2NORM: gl.constexpr):
     """−A_ij of blocks i > j, fp16: row factor times exp2(G_ref − G_j)."""
     factor = gl.exp2(g.slice(16 * i, 1).load(COL) - g.slice(16 * j, 16).load(COL))
-    col = 16 * j + gl.arange(0, 16, layout=COL)
-    factor = gl.where(r.slice(16 * i, 1).load(COL) <= col + 1, factor, 0.0)
     if L2NORM:
         factor = factor * norm.slice(16 * j, 16).load(COL)
     return (products * row_factor[:, None] * factor[None, :]).to(gl.float16)
 
 
 @gluon.jit
-def _invert_diagonal(products, g, w, r, norm, i: gl.constexpr, row, col, eye, zeros, L2NORM: gl.constexpr):
+def _invert_diagonal(products, g, w, norm, i: gl.constexpr, row, col, eye, zeros, L2NORM: gl.constexpr):
     """Inverse X of the unit lower 16 × 16 diagonal block i: X (fp32), X and Xᵀ (fp16)."""
     difference = g.slice(16 * i, 16).load(ROW)[:, None] - g.slice(16 * i, 16).load(COL)[None, :]
     weight = -w.slice(16 * i, 16).load(ROW)
     a = products * weight[:, None] * gl.exp2(difference)
     if L2NORM:
         a = a * norm.slice(16 * i, 16).load(COL)[None, :]
-    a = gl.where((row > col) & (r.slice(16 * i, 16).load(ROW)[:, None] <= 16 * i + col + 1), a, 0.0)  # −A
+    a = gl.where(row > col, a, 0.0)  # −A
     X = gl.where((row // 2) == (col // 2), a, 0.0) + eye
     x = X.to(gl.float16)
     XT = _times_transposed(eye.to(gl.float16), x, zeros)
@@ -179,6 +170,7 @@ def precompute_t_kernel(
     gate,
     beta,
     gates,
+    key_out,
     growth,
     token_start,
     num_tokens,
@@ -203,7 +195,6 @@ def precompute_t_kernel(
     keys = gl.allocate_shared_memory(gl.bfloat16, [64, 128], tile)
     g = gl.allocate_shared_memory(gl.float32, [64], plain)
     w = gl.allocate_shared_memory(gl.float32, [64], plain)  # what A's rows are weighed by: beta, times the key's norm
-    r = gl.allocate_shared_memory(gl.int32, [64], plain)
     norm = gl.allocate_shared_memory(gl.float32, [64], plain)
     arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(arrived, count=1)
@@ -212,7 +203,7 @@ def precompute_t_kernel(
 
     group = H // HK
     first_head = key_head * group
-    log_alpha, reset, b = _load_gates(gate, beta, token, rows, H, first_head, LOG_SPACE)
+    log_alpha, b = _load_gates(gate, beta, token, rows, H, first_head, LOG_SPACE)
     i64 = gl.arange(0, 64, layout=TOKENS)
     row = gl.arange(0, 16, layout=ROW)[:, None]
     col = gl.arange(0, 16, layout=COL)[None, :]
@@ -243,6 +234,7 @@ def precompute_t_kernel(
         square = square * key * key
         barrier()
         norm.store(key)
+    gl.store(key_out + gl.program_id(0).to(gl.int64) * 64 + i64, key)
     barrier()
     staged = reinterpret(keys, gl.bfloat16, [2, 64, 64], tile)  # the keys are used up: their memory stages T
     zeros16 = gl.zeros([16, 16], gl.bfloat16, MMA)
@@ -258,45 +250,39 @@ def precompute_t_kernel(
     for n in range(group):
         entry = chunk * H + first_head + n
         log64 = gl.associative_scan(log_alpha.to(gl.float64), 0, add)
-        last_reset = gl.associative_scan(reset, 0, larger)
-        total64 = gl.sum(gl.where(i64 == 63, log64, 0.0), 0)
-        total = total64.to(gl.float32)
-        chunk_reset = gl.max(reset, 0)
         log_decay = log64.to(gl.float32)
         g.store(log_decay)
-        r.store(last_reset)
         w.store(b * key if L2NORM else b)
+        barrier()
+        total = g.slice(63, 1).load(TOKENS)
 
-        out = gates + entry.to(gl.int64) * (6 * 64) + i64
+        out = gates + entry.to(gl.int64) * (4 * 64) + i64
         gl.store(out + LOG_DECAY * 64, log_decay)
-        gl.store(out + FROM_START * 64, gl.where(last_reset == 0, gl.exp2(log_decay), 0.0))
-        remaining = (total64 - log64).to(gl.float32)
-        gl.store(out + TO_END * 64, gl.where(chunk_reset <= i64 + 1, gl.exp2(remaining), 0.0))
+        gl.store(out + FROM_START * 64, gl.exp2(log_decay))
+        gl.store(out + TO_END * 64, gl.exp2(total - log_decay))
         gl.store(out + BETA * 64, b)
-        gl.store(out + RESET * 64, last_reset.to(gl.float32))
-        gl.store(out + KEY * 64, key)
         # a_t = α_t max(1, |1 − β_t ‖k_t‖²|), rounded up: 128 fp32 additions made ‖k‖², log2 is off by 2e-7
         along = b * square
         stretch = gl.abs(1.0 - along) + 2e-5 * gl.abs(along)
         stretch_log = gl.sum(gl.where(stretch > 1.0, gl.log2(stretch) + 5e-7, 0.0), 0)
         slack = 1e-6 * (gl.abs(total) + stretch_log)
-        gl.store(growth + entry, gl.where(chunk_reset > 0, FORGETS_ALL, total + stretch_log + slack))
+        gl.store(growth + entry + gl.arange(0, 1, layout=TOKENS), total + stretch_log + slack)
 
         following = first_head + gl.minimum(n + 1, group - 1)  # its gates travel while this head is inverted
-        log_alpha, reset, b = _load_gates(gate, beta, token, rows, H, following, LOG_SPACE)
+        log_alpha, b = _load_gates(gate, beta, token, rows, H, following, LOG_SPACE)
 
-        X0, _, t0 = _invert_diagonal(k00, g, w, r, norm, 0, row, col, eye, zeros, L2NORM)
-        X1, x1, t1 = _invert_diagonal(k11, g, w, r, norm, 1, row, col, eye, zeros, L2NORM)
-        f1 = _row_factor(g, w, r, 1)
-        s = _times_transposed(t0, _below_diagonal(k10, f1, g, r, norm, 1, 0, L2NORM), zeros).to(gl.float16)
+        X0, _, t0 = _invert_diagonal(k00, g, w, norm, 0, row, col, eye, zeros, L2NORM)
+        X1, x1, t1 = _invert_diagonal(k11, g, w, norm, 1, row, col, eye, zeros, L2NORM)
+        f1 = _row_factor(g, w, 1)
+        s = _times_transposed(t0, _below_diagonal(k10, f1, g, norm, 1, 0, L2NORM), zeros).to(gl.float16)
         Y10 = _times_transposed(x1, s, zeros)
         y10t = _times_transposed(s, x1, zeros).to(gl.float16)
-        f2 = _row_factor(g, w, r, 2)
-        a20 = _below_diagonal(k20, f2, g, r, norm, 2, 0, L2NORM)
-        a21 = _below_diagonal(k21, f2, g, r, norm, 2, 1, L2NORM)
-        f3 = _row_factor(g, w, r, 3)
-        a30 = _below_diagonal(k30, f3, g, r, norm, 3, 0, L2NORM)
-        a31 = _below_diagonal(k31, f3, g, r, norm, 3, 1, L2NORM)
+        f2 = _row_factor(g, w, 2)
+        a20 = _below_diagonal(k20, f2, g, norm, 2, 0, L2NORM)
+        a21 = _below_diagonal(k21, f2, g, norm, 2, 1, L2NORM)
+        f3 = _row_factor(g, w, 3)
+        a30 = _below_diagonal(k30, f3, g, norm, 3, 0, L2NORM)
+        a31 = _below_diagonal(k31, f3, g, norm, 3, 1, L2NORM)
         b00 = _times_transposed(y10t, a21, _times_transposed(t0, a20, zeros)).to(gl.float16)
         b01 = _times_transposed(y10t, a31, _times_transposed(t0, a30, zeros)).to(gl.float16)
         b10 = _times_transposed(t1, a21, zeros).to(gl.float16)
@@ -306,9 +292,9 @@ def precompute_t_kernel(
         _put(half, X0, 0, 0)
         _put(half, X1, 1, 1)
         _put(half, Y10, 1, 0)
-        X2, x2, t2 = _invert_diagonal(k22, g, w, r, norm, 2, row, col, eye, zeros, L2NORM)
-        X3, x3, _ = _invert_diagonal(k33, g, w, r, norm, 3, row, col, eye, zeros, L2NORM)
-        s2 = _times_transposed(t2, _below_diagonal(k32, f3, g, r, norm, 3, 2, L2NORM), zeros).to(gl.float16)
+        X2, x2, t2 = _invert_diagonal(k22, g, w, norm, 2, row, col, eye, zeros, L2NORM)
+        X3, x3, _ = _invert_diagonal(k33, g, w, norm, 3, row, col, eye, zeros, L2NORM)
+        s2 = _times_transposed(t2, _below_diagonal(k32, f3, g, norm, 3, 2, L2NORM), zeros).to(gl.float16)
         Y32 = _times_transposed(x3, s2, zeros)
         y32 = Y32.to(gl.float16)
         _put(half, X2, 2, 2)
@@ -331,6 +317,7 @@ def precompute_t(inputs: TokenInputs, table: WorkTable) -> Tiles:
     tiles = Tiles(
         solve=torch.empty(entries * CHUNK, CHUNK, dtype=torch.bfloat16, device=device),
         gates=torch.empty(entries, NUM_GATES * CHUNK, dtype=torch.float32, device=device),
+        keys=torch.empty(table.num_chunks * num_k_heads, CHUNK, dtype=torch.float32, device=device),
         growth=torch.empty(entries, dtype=torch.float32, device=device),
     )
     if table.num_chunks and inputs.k.shape[0]:
@@ -340,6 +327,7 @@ def precompute_t(inputs: TokenInputs, table: WorkTable) -> Tiles:
             inputs.gate,
             inputs.beta,
             tiles.gates,
+            tiles.keys,
             tiles.growth,
             table.token_start,
             table.num_tokens,

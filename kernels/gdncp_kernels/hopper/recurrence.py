@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.experimental import gluon
@@ -15,6 +15,7 @@ from gdncp_kernels.hopper import forgetting, tensor_maps
 from gdncp_kernels.hopper.common import add, reinterpret
 from gdncp_kernels.hopper.partitions import (
     LOCAL_STATE,
+    OUTPUTS,
     TRANSITION,
     load_partition,
     score_partition,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 # state ptxas waits for every wgmma before it issues the next.
 STAGES, STATE_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS = 3, 208, 72, 24
 GROWTH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-ALL_FORGOTTEN = gl.constexpr(-5e8)  # log2 growth below this: a reset
 
 
 @gluon.jit
@@ -53,10 +53,9 @@ def _cut(growth, num_chunks, H, log2_forget_below):
 
 @gluon.jit
 def _exp2_up(x):
-    """fp32, not below 2^x of a float64 scalar x; exactly 0 behind a reset."""
+    """fp32, not below 2^x of a float64 scalar x, nor below fp32's smallest normal number."""
     near = x.to(gl.float32)
-    y = gl.exp2(near + gl.abs(near) * 1.2e-7) * 1.000001
-    return gl.where(x < ALL_FORGOTTEN, 0.0, gl.maximum(y, 1.1754944e-38))
+    return gl.maximum(gl.exp2(near + gl.abs(near) * 1.2e-7) * 1.000001, 1.1754944e-38)
 
 
 @gluon.jit(
@@ -78,6 +77,7 @@ def recurrence_kernel(
     v_map,
     solve_map,
     gates_map,
+    keys_map,
     output_map,
     output,
     token_start,
@@ -87,6 +87,7 @@ def recurrence_kernel(
     entry_states,
     final_row,
     final_states,
+    opens,
     checkpoint_start,
     checkpoint_tokens,
     checkpoint_row,
@@ -119,40 +120,43 @@ def recurrence_kernel(
     SCORE_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):
-    """Grid (items · H,) with outputs, (maps · 2 · H,) with maps (first N, then M, of a map); num_warps = 4."""
+    """Grid (items · H,), or with maps (maps · 2 · H,): first N, then M, of each map; num_warps = 4.
+
+    With maps and outputs, stage 4 of a sequence's first CP chunk gives its N.  `opens` [num_items], where given: the
+    items of which stage 4 is done.
+    """
     head = gl.program_id(0) % H
     unit = gl.program_id(0) // H
     diagonal = gl.to_tensor(0.0)
-    if WITH_OUTPUTS:
-        kind = gl.to_tensor(0)
-        item = unit.to(gl.int64)
-    else:
-        kind = 1 + unit % 2
+    from_entry = gl.to_tensor(1)
+    checkpoint_entry = gl.to_tensor(0)
+    checkpoint_stop = gl.to_tensor(0)
+    if WITH_MAPS:
         map_ = unit // 2
         item = gl.load(map_item + map_)
+        is_first = gl.load(map_is_first + map_).to(gl.int32)
+        kind = 1 + unit % 2
+        if WITH_OUTPUTS:
+            kind = gl.where((is_first != 0) & (kind == LOCAL_STATE), OUTPUTS, kind)
+    else:
+        item = unit.to(gl.int64)
+        kind = gl.to_tensor(0)
     tokens = gl.load(num_tokens + item).to(gl.int32)
     token = gl.load(token_start + item).to(gl.int32)
     chunk = gl.load(first_chunk + item)
     num_chunks = (tokens + 63) // 64
     tail_rows = tokens % 64
     entry_at = entry_states + (gl.load(item_row + item) * H + head) * 16384
-    checkpoint_entry = gl.to_tensor(0)
-    checkpoint_stop = gl.to_tensor(0)
-    if WITH_OUTPUTS:
-        from_entry = gl.to_tensor(1)
-        row = gl.load(final_row + item)
-        exit_at = final_states + (row * H + head) * 16384
-        leaves = (row != final_dump).to(gl.int32)
-        if checkpoints is not None:
-            checkpoint_entry = gl.load(checkpoint_start + item).to(gl.int32)
-            checkpoint_stop = gl.load(checkpoint_start + item + 1).to(gl.int32)
-    else:
+    if checkpoints is not None:
+        checkpoint_entry = gl.load(checkpoint_start + item).to(gl.int32)
+        checkpoint_stop = gl.load(checkpoint_start + item + 1).to(gl.int32)
+    if WITH_MAPS:
         row = gl.load(map_row + map_)
-        is_first = gl.load(map_is_first + map_).to(gl.int32)
         leaves = (row != map_dump).to(gl.int32)
         log2_gain, start = _cut(growth + chunk * H + head, num_chunks, H, log2_forget_below)
         forgets = log2_gain < log2_forget_below
-        if kind == LOCAL_STATE:
+        start = gl.where(kind == OUTPUTS, 0, start)
+        if kind != TRANSITION:
             if leaves != 0:
                 at = row * H + head
                 gl.store(gain + at, _exp2_up(log2_gain))
@@ -168,11 +172,20 @@ def recurrence_kernel(
             vanishes = (is_first != 0) | forgets
             start = gl.where(vanishes, num_chunks, 0)
             diagonal = gl.where(vanishes, 0.0, 1.0)
-        start = gl.where(leaves != 0, start, num_chunks)
-        token += start * 64
-        chunk += start
-        num_chunks -= start
-        tail_rows = gl.where(num_chunks > 0, tail_rows, 0)
+        skipped = gl.where(leaves != 0, start, num_chunks)
+    else:
+        row = gl.load(final_row + item)
+        exit_at = final_states + (row * H + head) * 16384
+        leaves = (row != final_dump).to(gl.int32)
+        skipped = gl.to_tensor(0)
+        if opens is not None:  # stage 2 has done these
+            skipped = gl.where(gl.load(opens + item) != 0, num_chunks, 0)
+    token += skipped * 64
+    chunk += skipped
+    num_chunks -= skipped
+    tail_rows = gl.where(num_chunks > 0, tail_rows, 0)
+    if num_chunks == 0:
+        checkpoint_stop = checkpoint_entry
 
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     flat: gl.constexpr = gl.NVMMASharedLayout(0, 32)
@@ -181,8 +194,14 @@ def recurrence_kernel(
     keys = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], tile)
     values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], tile)
     solves = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
-    gate_tiles = gl.allocate_shared_memory(gl.float32, [4 * STAGES, 1, 128], flat)  # 3 of 4 used
-    gates = reinterpret(gate_tiles, gl.float32, [STAGES, 512], plain)
+    gate_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 256], flat)
+    gates = reinterpret(gate_tiles, gl.float32, [STAGES, 256], plain)
+    if L2NORM:
+        key_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 64], flat)
+        key_scales = reinterpret(key_tiles, gl.float32, [STAGES, 64], plain)
+    else:
+        key_tiles = gate_tiles
+        key_scales = gates
     if WITH_OUTPUTS:
         queries = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], tile)
         scores = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
@@ -207,6 +226,7 @@ def recurrence_kernel(
     k_head = head * HK // H
     v_head = head * HV // H
     entry = (chunk * H + head).to(gl.int32)
+    key_entry = (chunk * HK + k_head).to(gl.int32)
     gl.warp_specialize(
         [
             (
@@ -219,6 +239,7 @@ def recurrence_kernel(
                     values,
                     solves,
                     gates,
+                    key_scales,
                     scores,
                     query_scales,
                     staged,
@@ -261,6 +282,7 @@ def recurrence_kernel(
                     values,
                     solves,
                     gates,
+                    key_scales,
                     scores,
                     query_scales,
                     staged,
@@ -300,6 +322,7 @@ def recurrence_kernel(
                     keys,
                     values,
                     gates,
+                    key_scales,
                     scores,
                     query_scales,
                     full,
@@ -323,20 +346,24 @@ def recurrence_kernel(
                     v_map,
                     solve_map,
                     gates_map,
+                    keys_map,
                     queries,
                     keys,
                     values,
                     solves,
                     gate_tiles,
+                    key_tiles,
                     full,
                     empty,
                     token,
                     entry,
+                    key_entry,
                     num_chunks,
                     q_head,
                     k_head,
                     v_head,
                     H,
+                    HK,
                     kind,
                     STAGES,
                 ),
@@ -354,115 +381,123 @@ def precompute_mn(
     entry_states: torch.Tensor,
     maps: AffineMaps,
     forget_below: float,
+    sinks: Sinks | None = None,
 ) -> None:
-    """Launch stage 2 over the table's maps."""
-    if not table.num_maps:
+    """Launch stage 2 over the table's maps; with `sinks` also stage 4 of the items in `table.opens`."""
+    if not table.num_maps or not inputs.k.shape[0]:
         return
-    num_heads, device = inputs.num_state_heads, inputs.k.device
+    num_heads = inputs.num_state_heads
     # a table built on the device pads with maps that go to the last row, which nobody reads
     dump_row = maps.transition.shape[0] - 1 if table.host is None else -1
-    start_chunk = torch.empty(table.num_maps, num_heads, dtype=torch.int32, device=device)
+    start_chunk = torch.empty(table.num_maps, num_heads, dtype=torch.int32, device=inputs.k.device)
     if forget_below > 0:  # rounded down
         threshold = math.log2(forget_below)
         threshold -= 1e-6 * max(abs(threshold), 1.0)
     else:
         threshold = -1e30  # below any product, resets too
     recurrence_kernel[(table.num_maps * 2 * num_heads,)](
-        None,
-        tensor_maps.tokens(inputs.k),
-        tensor_maps.tokens(inputs.v),
-        tensor_maps.solve(tiles.solve),
-        tensor_maps.gates(tiles.gates),
-        None,
-        None,
-        table.token_start,
-        table.num_tokens,
-        table.first_chunk,
-        table.item_row,
-        entry_states,
-        None,
-        None,
-        None,
-        None,
-        None,
-        None,
-        table.map_item,
-        table.map_row,
-        table.map_is_first.view(torch.uint8),
-        tiles.growth,
-        maps.transition,
-        maps.local_state,
-        maps.gain,
-        maps.dropped,
-        maps.forgot.view(torch.uint8),
-        maps.scanned,
-        start_chunk,
-        inputs.scale,
-        threshold,
-        dump_row,
-        None,
-        None,
-        num_heads,
-        inputs.q.shape[1],
-        inputs.k.shape[1],
-        inputs.v.shape[1],
+        **_everywhere(inputs, tiles, table, entry_states),
+        **(_outputs(inputs, table, sinks) if sinks is not None else _NO_OUTPUTS),
+        **_NO_FINAL_STATES,
+        opens=None,
+        map_item=table.map_item,
+        map_row=table.map_row,
+        map_is_first=table.map_is_first.view(torch.uint8),
+        growth=tiles.growth,
+        transition=maps.transition,
+        local_state=maps.local_state,
+        gain=maps.gain,
+        dropped=maps.dropped,
+        forgot=maps.forgot.view(torch.uint8),
+        scanned=maps.scanned,
+        start_chunk=start_chunk,
+        log2_forget_below=threshold,
+        map_dump=dump_row,
         WITH_MAPS=True,
-        WITH_OUTPUTS=False,
-        L2NORM=inputs.use_qk_l2norm,
-        STAGES=STAGES,
-        STATE_REGISTERS=STATE_REGISTERS,
-        SCORE_REGISTERS=SCORE_REGISTERS,
-        LOAD_REGISTERS=LOAD_REGISTERS,
-        num_warps=4,
+        WITH_OUTPUTS=sinks is not None,
     )
     if forget_below > 0:
         forgetting.fill_dropped(inputs, tiles, table, entry_states, maps, start_chunk, dump_row)
 
 
-def cp_prefill(inputs: TokenInputs, tiles: Tiles, table: WorkTable, entry_states: torch.Tensor, sinks: Sinks) -> None:
-    """Launch stage 4 over the table's items."""
+def cp_prefill(
+    inputs: TokenInputs,
+    tiles: Tiles,
+    table: WorkTable,
+    entry_states: torch.Tensor,
+    sinks: Sinks,
+    opened: bool = False,
+) -> None:
+    """Launch stage 4 over the table's items; with `opened` without those in `table.opens`, which stage 2 has done."""
     if not table.num_items:
         return
-    num_heads = inputs.num_state_heads
-    checkpoints = sinks.checkpoints if table.num_checkpoints else None
-    given = checkpoints is not None
-    recurrence_kernel[(table.num_items * num_heads,)](
-        tensor_maps.tokens(inputs.q),
-        tensor_maps.tokens(inputs.k),
-        tensor_maps.tokens(inputs.v),
-        tensor_maps.solve(tiles.solve),
-        tensor_maps.gates(tiles.gates),
-        tensor_maps.output(sinks.output),
-        sinks.output,
-        table.token_start,
-        table.num_tokens,
-        table.first_chunk,
-        table.item_row,
-        entry_states,
-        table.final_row,
-        sinks.final_states,
-        inner_checkpoints.starts(table) if given else None,
-        table.checkpoint_tokens if given else None,
-        table.checkpoint_row if given else None,
-        checkpoints,
-        *[None] * 11,
-        inputs.scale,
-        None,
-        None,
-        sinks.final_states.shape[0] - 1,
-        checkpoints.shape[0] - 1 if checkpoints is not None else None,
-        num_heads,
-        inputs.q.shape[1],
-        inputs.k.shape[1],
-        inputs.v.shape[1],
+    recurrence_kernel[(table.num_items * inputs.num_state_heads,)](
+        **_everywhere(inputs, tiles, table, entry_states),
+        **_outputs(inputs, table, sinks),
+        **_NO_MAPS,
+        final_row=table.final_row,
+        final_states=sinks.final_states,
+        final_dump=sinks.final_states.shape[0] - 1,
+        opens=table.opens.view(torch.uint8) if opened else None,
         WITH_MAPS=False,
         WITH_OUTPUTS=True,
-        L2NORM=inputs.use_qk_l2norm,
-        STAGES=STAGES,
-        STATE_REGISTERS=STATE_REGISTERS,
-        SCORE_REGISTERS=SCORE_REGISTERS,
-        LOAD_REGISTERS=LOAD_REGISTERS,
-        num_warps=4,
     )
-    if checkpoints is not None:
-        inner_checkpoints.finish(inputs, tiles, table, checkpoints)
+    if sinks.checkpoints is not None and table.num_checkpoints:
+        inner_checkpoints.finish(inputs, tiles, table, sinks.checkpoints)
+
+
+_NO_MAPS = dict.fromkeys(
+    "map_item map_row map_is_first growth transition local_state gain dropped forgot scanned start_chunk "
+    "log2_forget_below map_dump".split()
+)
+_NO_FINAL_STATES = dict.fromkeys(("final_row", "final_states", "final_dump"))
+_NO_CHECKPOINTS = dict.fromkeys(
+    ("checkpoint_start", "checkpoint_tokens", "checkpoint_row", "checkpoints", "checkpoint_dump")
+)
+_NO_OUTPUTS = {**dict.fromkeys(("q_map", "output_map", "output")), **_NO_CHECKPOINTS}
+
+
+def _everywhere(inputs: TokenInputs, tiles: Tiles, table: WorkTable, entry_states: torch.Tensor) -> dict[str, Any]:
+    """The kernel's arguments in every launch."""
+    return {
+        "k_map": tensor_maps.tokens(inputs.k),
+        "v_map": tensor_maps.tokens(inputs.v),
+        "solve_map": tensor_maps.solve(tiles.solve),
+        "gates_map": tensor_maps.gates(tiles.gates),
+        "keys_map": tensor_maps.keys(tiles.keys) if inputs.use_qk_l2norm else None,
+        "token_start": table.token_start,
+        "num_tokens": table.num_tokens,
+        "first_chunk": table.first_chunk,
+        "item_row": table.item_row,
+        "entry_states": entry_states,
+        "scale": inputs.scale,
+        "H": inputs.num_state_heads,
+        "HQ": inputs.q.shape[1],
+        "HK": inputs.k.shape[1],
+        "HV": inputs.v.shape[1],
+        "L2NORM": inputs.use_qk_l2norm,
+        "STAGES": STAGES,
+        "STATE_REGISTERS": STATE_REGISTERS,
+        "SCORE_REGISTERS": SCORE_REGISTERS,
+        "LOAD_REGISTERS": LOAD_REGISTERS,
+        "num_warps": 4,
+    }
+
+
+def _outputs(inputs: TokenInputs, table: WorkTable, sinks: Sinks) -> dict[str, Any]:
+    """The kernel's arguments where it makes outputs."""
+    arguments = {
+        "q_map": tensor_maps.tokens(inputs.q),
+        "output_map": tensor_maps.output(sinks.output),
+        "output": sinks.output,
+        **_NO_CHECKPOINTS,
+    }
+    if sinks.checkpoints is not None and table.num_checkpoints:
+        arguments |= {
+            "checkpoint_start": inner_checkpoints.starts(table),
+            "checkpoint_tokens": table.checkpoint_tokens,
+            "checkpoint_row": table.checkpoint_row,
+            "checkpoints": sinks.checkpoints,
+            "checkpoint_dump": sinks.checkpoints.shape[0] - 1,
+        }
+    return arguments

@@ -8,7 +8,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 FLAT = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-TOKEN_BOX, SQUARE_BOX, GATE_BOX = [64, 128], [64, 64], [1, 128]
+TOKEN_BOX, SQUARE_BOX, GATE_BOX, KEY_BOX = [64, 128], [64, 64], [1, 256], [1, 64]
 
 
 def _map(x: torch.Tensor, box: list[int], layout: NVMMASharedLayout) -> TensorDescriptor:
@@ -31,5 +31,10 @@ def solve(x: torch.Tensor) -> TensorDescriptor:
 
 
 def gates(x: torch.Tensor) -> TensorDescriptor:
-    """`Tiles.gates` [entries, 384] fp32: two of an entry's six rows of 64 at a time."""
+    """`Tiles.gates` [entries, 256] fp32: one entry at a time."""
     return _map(x, GATE_BOX, FLAT)
+
+
+def keys(x: torch.Tensor) -> TensorDescriptor:
+    """`Tiles.keys` [.., 64] fp32: one chunk of a key head at a time."""
+    return _map(x, KEY_BOX, FLAT)

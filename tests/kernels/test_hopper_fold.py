@@ -1,0 +1,46 @@
+"""The Hopper set's fold, which is plain Triton: in the interpreter too."""
+
+import torch
+
+from gdncp.backends.base import AffineMaps, FoldRuns
+from gdncp_kernels.hopper.state_fixup import StateFold
+from tests.conftest import DEVICE
+
+HEADS, DIM = 2, 128
+
+
+def random_maps(num_maps: int) -> AffineMaps:
+    gen = torch.Generator().manual_seed(7)
+    maps = AffineMaps.empty(num_maps, HEADS, DIM, DIM, torch.device(DEVICE))
+    maps.transition.copy_(torch.randn(maps.transition.shape, generator=gen) / DIM**0.5)
+    maps.local_state.copy_(torch.randn(maps.local_state.shape, generator=gen))
+    return maps
+
+
+def test_fold_is_fp32_and_its_rows_are_their_own():
+    maps, fold = random_maps(2), StateFold()
+    state, transition, local_state = maps.local_state[0], maps.transition[1], maps.local_state[1]
+    out = fold(state, transition, local_state)
+    exact = state.double() @ transition.double() + local_state.double()
+    assert (out.double() - exact).norm() <= 1e-6 * exact.norm()  # 128 products of 22 bits
+    rows = slice(32, 80)
+    assert torch.equal(fold(state[:, rows], transition, local_state[:, rows]), out[:, rows])
+    assert torch.equal(fold(state[1:], transition[1:], local_state[1:]), out[1:])
+
+
+def test_runs_have_the_bits_of_single_folds():
+    """Three sequences on one rank: the start of one, the middle of one, and one CP chunk, which has nothing to fold."""
+    maps, fold = random_maps(5), StateFold()
+    states = torch.randn(9, HEADS, DIM, DIM, generator=torch.Generator().manual_seed(8)).to(DEVICE)
+    expected = states.clone()
+    expected[1] = maps.local_state[0]
+    expected[2] = fold(expected[1], maps.transition[1], maps.local_state[1])
+    expected[5] = fold(expected[4], maps.transition[3], maps.local_state[3])
+    expected[6] = fold(expected[5], maps.transition[4], maps.local_state[4])
+
+    def column(*x: int) -> torch.Tensor:
+        return torch.tensor(x, device=DEVICE)
+
+    runs = FoldRuns(3, column(0, 4, 8), column(0, 3, 0), column(2, 2, 0), column(1, 0, 1))
+    fold.fold_runs(maps, states, runs)
+    assert torch.equal(states, expected)
