@@ -147,7 +147,7 @@ def row_products(a, b, first_token, rows, a_stride, b_stride, WIDTH: tl.constexp
 
     Unscaled rows are multiplied, so that the products of bf16 and fp16 are exact.
     """
-    SLICE: tl.constexpr = min(WIDTH, 32)
+    SLICE: tl.constexpr = 32 if WIDTH > 32 else WIDTH
     acc = tl.zeros([CHUNK, CHUNK], tl.float32)
     for d in range(0, WIDTH, SLICE):
         x = load_rows(a + d, first_token, rows, a_stride, SLICE)

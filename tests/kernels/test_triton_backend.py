@@ -14,7 +14,7 @@ from tests.conftest import DEVICE
 
 CALL = {"device": torch.device(DEVICE), "dtype": torch.bfloat16, "k_dim": 128, "v_dim": 128, "precision": "fast"}
 SHARED_BYTES = 99 * 1024  # of sm_86, sm_89 and sm_120, the least of all from sm_80
-SPILL_BYTES = 1024  # a thread: a few hundred bytes of loop invariants is what ptxas finds cheapest
+SPILL_BYTES = 2048  # a thread; hundreds of bytes with today's Triton, more with 3.4
 COMPILE = """
 import json
 import sys
