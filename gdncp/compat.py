@@ -45,6 +45,8 @@ def chunk_gated_delta_rule(
     batch, tokens = q.shape[:2]
     if cu_seqlens is not None and batch != 1:
         raise ValueError(f"q must have batch size 1 where cu_seqlens is given, got {batch}")
+    if batch == 0:
+        raise ValueError("q must have at least one sequence, got batch size 0")
     if cu_seqlens is None and batch != 1:
         offsets = [i * tokens for i in range(batch + 1)]
         arguments.setdefault("cu_seqlens_host", offsets)
@@ -52,13 +54,18 @@ def chunk_gated_delta_rule(
     def packed(name: str, x: torch.Tensor | None, *, gate: bool = False) -> torch.Tensor | None:
         if x is None:
             return None
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.dim() != (3 if gate else 4) or x.shape[:2] != (batch, tokens):
-            raise ValueError(f"{name} must start with [B, T] = [{batch}, {tokens}] like q, got {tuple(x.shape)}")
+            shape = f"[{batch}, {tokens}, heads]" if gate else f"[{batch}, {tokens}, heads, dim]"
+            raise ValueError(f"{name} must have shape {shape} like q, got {tuple(x.shape)}")
         x = x.flatten(0, 1).contiguous()
         return x.to(torch.float32) if gate else x
 
     def other_layout(states: torch.Tensor | None) -> torch.Tensor | None:
-        return states if states is None or transpose_state_layout else states.transpose(-1, -2)
+        if not isinstance(states, torch.Tensor) or states.dim() != 4:  # nothing, or what is refused further on
+            return states
+        return states if transpose_state_layout else states.transpose(-1, -2)
 
     result = _packed(
         packed("q", q),  # type: ignore[arg-type]  # q is not None, so neither is this

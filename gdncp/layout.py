@@ -37,20 +37,38 @@ class Layout:
         return self.num_maps > 0
 
 
-_CACHE: OrderedDict[tuple[str, int, torch.device], Layout] = OrderedDict()
+_Key = tuple[str, int, torch.device]
+_CACHE: OrderedDict[_Key, tuple[Layout, torch.cuda.Event | None]] = OrderedDict()  # and when it has been copied
 _CACHE_SIZE = 128  # layouts are a few KiB each; keyed by the plan's digest, so an entry cannot go stale
+_CAPTURED: dict[_Key, Layout] = {}  # a CUDA graph reads them at every replay: these stay
 
 
 def layout_of_plan(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
-    """The exact layout of `rank`; copied to the device once per (plan, rank, device) without waiting for it."""
+    """The exact layout of `rank`; copied to the device once per (plan, rank, device) without waiting for it.
+
+    Raises:
+        RuntimeError: while a CUDA graph is captured, for a plan that has not run before: its tables cannot be copied.
+    """
     key = (plan.digest, rank, device)
-    layout = _CACHE.get(key)
-    if layout is None:
-        layout = _CACHE[key] = _build(plan, rank, device)
-        if len(_CACHE) > _CACHE_SIZE:
-            _CACHE.popitem(last=False)
-    else:
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if key in _CAPTURED:
+        return _CAPTURED[key]
+    if key in _CACHE:
+        layout, copied = _CACHE[key]
         _CACHE.move_to_end(key)
+        if capturing:
+            _CAPTURED[key] = layout
+        elif copied is not None:  # on a stream that need not be this call's
+            torch.cuda.current_stream(device).wait_event(copied)
+        return layout
+    if capturing:
+        raise RuntimeError(
+            f"the plan's tables are not on {device} yet: call gdncp.warmup, or run once, before a capture"
+        )
+    layout = _build(plan, rank, device)
+    _CACHE[key] = layout, torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    if len(_CACHE) > _CACHE_SIZE:
+        _CACHE.popitem(last=False)
     return layout
 
 

@@ -78,6 +78,7 @@ def _run(config: Config, run_dir: Path, ranks: Ranks, screen: Screen | None, rep
 
     bound = forgetting(plan, result, ranks)
     report["forgetting"] = bound.summary()
+    report["backend"] = result.entry.summary.call.backend.name
 
     say("writing results")
     ranks.agree(lambda: _write_output(run_dir, plan, ranks.rank, result))

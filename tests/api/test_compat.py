@@ -1,6 +1,7 @@
 """flash-linear-attention's call: shapes, log gates and state layouts."""
 
 import pytest
+import torch
 
 import gdncp
 from gdncp import compat
@@ -46,3 +47,37 @@ def test_a_batch_with_cu_seqlens_is_refused():
         compat.chunk_gated_delta_rule(**batched, cu_seqlens=cu([T, T]))
     with pytest.raises(ValueError, match=r"q must have shape \[B, T, H, D\]"):
         compat.chunk_gated_delta_rule(**{n: x[0] for n, x in batched.items()})
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda x: {"k": x["k"][:, 1:]}, r"k must have shape \[2, 70, heads, dim\] like q, got \(2, 69, 2, 32\)"),
+        (lambda x: {"g": x["g"][..., None]}, r"g must have shape \[2, 70, heads\] like q, got \(2, 70, 2, 1\)"),
+        (lambda x: {"beta": [1.0]}, r"beta must be a torch.Tensor, got list"),
+        (lambda x: {"v": None}, r"v must be a torch.Tensor, got NoneType"),
+        (lambda x: {"initial_state": [0]}, r"initial_state must be a torch.Tensor, got list"),
+        (lambda x: {"initial_state": x["q"][0]}, r"initial_state must have 4 dimensions"),
+        (lambda x: {"g": -x["g"]}, r"g must be natural logs"),
+        (lambda x: {n: t[:0] for n, t in x.items()}, r"q must have at least one sequence, got batch size 0"),
+    ],
+)
+def test_bad_input_is_named(bad, message):
+    _, batched = batch()
+    with pytest.raises(ValueError, match=message):
+        compat.chunk_gated_delta_rule(**{**batched, **bad(batched)})
+
+
+def test_a_state_of_two_head_dims_is_told_apart():
+    """K = 32, V = 16: a swapped layout has the wrong shape."""
+    packed, batched = batch()
+    v = packed["v"][..., :16].contiguous()
+    initial = torch.randn(B, H, 32, 16, generator=torch.Generator().manual_seed(3))
+    output, final = compat.chunk_gated_delta_rule(
+        **{**batched, "v": v.unflatten(0, (B, T))}, initial_state=initial, output_final_state=True
+    )
+    expected = gdncp.gated_delta_rule_reference(
+        **{**packed, "v": v}, initial_state=initial.mT, seq_lens=[T] * B, gate_space="log"
+    )
+    assert output.shape == (B, T, H, 16) and final.shape == initial.shape
+    assert_within(final, expected.final_state.mT, 2e-5)

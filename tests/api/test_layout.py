@@ -1,0 +1,72 @@
+"""A plan's tables on a device: made once, kept while something may read them."""
+
+import pytest
+import torch
+
+import gdncp
+from gdncp import layout
+from tests.numeric import random_tokens
+
+HEADS = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 2, "head_dim": 32}
+CPU = torch.device("cpu")
+
+
+def plan(length, **arguments):
+    return gdncp.plan_prefill([length], cp_chunk_len=64, **HEADS, **arguments)
+
+
+@pytest.fixture(autouse=True)
+def no_layouts(monkeypatch):
+    monkeypatch.setattr(layout, "_CACHE", type(layout._CACHE)())
+    monkeypatch.setattr(layout, "_CAPTURED", {})
+
+
+def test_a_layout_is_made_once_per_plan_rank_and_device(monkeypatch):
+    monkeypatch.setattr(layout, "_CACHE_SIZE", 2)
+    first = layout.layout_of_plan(plan(300), 0, CPU)
+    assert layout.layout_of_plan(plan(300), 0, CPU) is first  # another object, the same plan
+    two = plan(300, world_size=2)
+    shares = [layout.layout_of_plan(two, rank, CPU) for rank in range(2)]
+    assert [share.num_items for share in shares] == [2, 3]
+    assert layout.layout_of_plan(plan(300), 0, CPU) is not first  # the least recently used one had to go
+    assert layout.layout_of_plan(two, 1, CPU) is shares[1]
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_keeps_the_tables_that_it_reads(monkeypatch):
+    tokens = {n: x.cuda() for n, x in random_tokens(300, dim=32).items()}
+    stream, graph, prepared = torch.cuda.Stream(), torch.cuda.CUDAGraph(), plan(300, lanes_per_rank=2)
+    with torch.cuda.stream(stream):
+        gdncp.prefill(prepared, **tokens, backend="triton")  # compiles
+        layout._CACHE.clear()
+        with pytest.raises(RuntimeError, match=r"call gdncp.warmup, or run once, before a capture"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+                gdncp.prefill(prepared, **tokens, backend="triton")
+        gdncp.warmup(prepared, device="cuda")
+        with torch.cuda.graph(graph, stream=stream):
+            result = gdncp.prefill(prepared, **tokens, backend="triton")
+    monkeypatch.setattr(layout, "_CACHE_SIZE", 1)
+    for length in range(64, 640, 64):  # would take the tables' place and memory
+        layout.layout_of_plan(plan(length), 0, tokens["q"].device)
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = gdncp.gated_delta_rule_reference(**tokens)
+    for x, reference in ((result.output, expected.output), (result.final_state, expected.final_state)):
+        assert (x.cpu() - reference).norm() <= 2e-5 * reference.norm()
+
+
+@pytest.mark.gpu
+def test_a_stream_waits_for_tables_that_another_one_copies():
+    tokens, prepared = {n: x.cuda() for n, x in random_tokens(300, dim=32).items()}, plan(300)
+    gdncp.prefill(prepared, **tokens, backend="triton")  # compiles
+    layout._CACHE.clear()
+    expected = gdncp.gated_delta_rule_reference(**tokens)
+    torch.cuda.synchronize()
+    busy, other = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(200_000_000)  # a tenth of a second: the copy lies behind it
+        gdncp.warmup(prepared, device="cuda")
+    with torch.cuda.stream(other):
+        output = gdncp.prefill(prepared, **tokens, backend="triton").output
+    torch.cuda.synchronize()
+    assert (output.cpu() - expected.output).norm() <= 2e-5 * expected.output.norm()
