@@ -75,3 +75,20 @@ def test_a_max_seqlen_that_is_too_small_costs_no_token(lengths_on_device):
     expected = gdncp.gated_delta_rule_reference(**tokens, seq_lens=seq_lens)
     assert_output(output, expected.output, seq_lens, 2e-5)
     assert_within(final, expected.final_state, 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2], ids=str)
+def test_checkpoint_rows_that_no_sequence_earns_keep_what_they_held(dtype, lengths_on_device):
+    """A buffer sized from an upper bound; and offsets that lie write to no row that is not theirs."""
+    tokens, seq_lens = random_tokens(256, dim=D), [130, 126]
+    expected = gdncp.gated_delta_rule_reference(**tokens, seq_lens=seq_lens, checkpoint_every_n_tokens=64)
+    for starts, earned in (([0, 2, 3], 3), ([0, 2, 9], 3), ([0, 1, 2], 2), ([3, 4, 5], 0)):
+        rows = torch.full((6, H, D, D), 7.0).to(dtype)
+        gdncp.chunk_gated_delta_rule(
+            **tokens, cu_seqlens=cu(seq_lens), checkpoint_every_n_tokens=64, _cp_chunk_len=64,
+            state_checkpoints=rows, checkpoint_cu_starts=torch.tensor(starts),
+        )  # fmt: skip
+        if starts[0] == 0:
+            taken = expected.checkpoints[:3] if earned == 3 else expected.checkpoints[[0, 2]]
+            assert_within(rows[:earned].float(), taken, 2e-5 if dtype == torch.float32 else 0.25, 1e-3)
+        assert bool((rows[earned if starts[0] == 0 else 5 :] == 7).all()), starts
