@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Time gdncp and its peers on an H200, unattended and without network, in under 8 minutes from a bare machine:
+#
+#   bash bench/h200.sh OUT [SITE ...]
+#
+# OUT gets bench.json and bench.md.  Each SITE is a folder of installed packages (`pip install --target SITE ...`) with
+# peers in it: flashinfer-python, flash-qla, flash-linear-attention.  Earlier ones win where both hold a package.
+# Environment: PYTHON (python3, one that has torch), PRESET (peers-h200), TIME_BUDGET (seconds, 420), ARGS (more
+# arguments of gdncp.bench, as in ARGS="--engines hopper flashinfer").
+set -euo pipefail
+repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+out="${1:?usage: bash bench/h200.sh OUT [SITE ...]}"
+shift
+mkdir -p "$out"
+
+paths="$repo:$repo/kernels"
+for site in "$@"; do
+    [ -d "$site" ] || { echo "error: no folder $site" >&2; exit 2; }
+    site="$(cd "$site" && pwd)"
+    paths="$paths:$site"
+    # CUTLASS's Python packages come one level down and are found through a .pth file, which PYTHONPATH does not read
+    if [ -d "$site/nvidia_cutlass_dsl/dsl_packages" ]; then paths="$paths:$site/nvidia_cutlass_dsl/dsl_packages"; fi
+done
+export PYTHONPATH="$paths${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export TILELANG_DEFAULT_TARGET="${TILELANG_DEFAULT_TARGET:-{\"kind\":\"cuda\",\"arch\":\"sm_90a\"\}}" # FlashQLA's compiler
+export TILELANG_PRINT_ON_COMPILATION=0
+export MAX_JOBS="${MAX_JOBS:-$(getconf _NPROCESSORS_ONLN)}" # FlashInfer's
+
+budget="${TIME_BUDGET:-420}"
+cd "$repo"
+# what is begun at the end of the budget still ends, or is stopped a minute later; results are written after every shape
+# shellcheck disable=SC2086  # ARGS is several words
+exec timeout --kill-after=10 "$((budget + 50))" "${PYTHON:-python3}" -m gdncp.bench \
+    --preset "${PRESET:-peers-h200}" --prepare --time-budget "$budget" --out "$out" ${ARGS:-}
