@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -14,8 +13,8 @@ from gdncp.api import bind, place_in, scale_or_default, slots_of
 from gdncp.backends import GateSpace, Precision, TokenInputs
 from gdncp.layout import Layout, layout_of_cu_seqlens, layout_of_plan
 from gdncp.plan import PrefillPlan, plan_prefill
+from gdncp.plan.choose import balanced, unsplit
 from gdncp.stages import StateIO
-from gdncp.work import CHUNK
 
 _plan_prefill = lru_cache(maxsize=256)(plan_prefill)  # callers pass lengths anew each call
 
@@ -163,16 +162,6 @@ def chunk_gated_delta_rule(
     return result.output, result.final_state
 
 
-def _unsplit(longest: int) -> int:
-    """The CP chunk length that leaves a sequence whole."""
-    return max(CHUNK, -(-longest // CHUNK) * CHUNK)
-
-
-def _balanced(longest: int) -> int:
-    """√(64·L) tokens a CP chunk: as many CP chunks to fold as 64-token chunks to scan in each (FlashInfer's rule)."""
-    return _unsplit(math.isqrt(CHUNK * longest))
-
-
 def _plan_of_call(
     seq_lens: tuple[int, ...],
     world_size: int,
@@ -184,7 +173,7 @@ def _plan_of_call(
     v: torch.Tensor,
 ) -> PrefillPlan:
     if use_cp is False:
-        cp_chunk_len = _unsplit(max(seq_lens))
+        cp_chunk_len = unsplit(max(seq_lens))
 
     def planned(length: int | None) -> PrefillPlan:
         return _plan_prefill(
@@ -201,7 +190,7 @@ def _plan_of_call(
 
     plan = planned(cp_chunk_len)
     if use_cp is True and cp_chunk_len is None and plan.cp_chunk_len >= max(seq_lens):
-        plan = planned(_balanced(max(seq_lens)))  # asked to split what "auto" would leave whole
+        plan = planned(balanced(max(seq_lens)))  # asked to split what "auto" would leave whole
     return plan
 
 
@@ -218,11 +207,11 @@ def _layout_on_device(
     assert cu_seqlens is not None
     tokens = q.shape[0]
     if use_cp is False or (use_cp == "auto" and cp_chunk_len is None):
-        cp_chunk_len = _unsplit(tokens)
+        cp_chunk_len = unsplit(tokens)
     return layout_of_cu_seqlens(
         cu_seqlens,
         tokens,
-        cp_chunk_len or _balanced(tokens),
+        cp_chunk_len or balanced(tokens),
         checkpoint_every_n_tokens=checkpoint_every_n_tokens,
         checkpoint_cu_starts=checkpoint_cu_starts,
         num_checkpoints=0 if state_checkpoints is None else state_checkpoints.shape[0],

@@ -18,11 +18,11 @@ from gdncp import collectives
 from gdncp.backends import AffineMaps, Backend, OpeningBackend, RunFold, Sinks, TokenInputs
 from gdncp.layout import Layout, fold_on_device
 from gdncp.plan import PrefillPlan
+from gdncp.plan.cost import STAGES as STAGES
 from gdncp.states import load_states, store_states
 from gdncp.work import WorkTable
 
 FinalState = Literal["owner", "all"]
-STAGES = ("precompute_t", "precompute_mn", "state_fixup", "cp_prefill")
 
 
 @dataclass(frozen=True, eq=False)

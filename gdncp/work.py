@@ -11,9 +11,8 @@ from itertools import accumulate
 
 import torch
 
+from gdncp.plan.checks import CHUNK
 from gdncp.plan.model import RankPlan
-
-CHUNK = 64
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
+from gdncp.work import CHUNK as CHUNK
 from gdncp.work import WorkTable
-
-CHUNK = 64  # tokens in a chunk, the kernel tile
 
 GateSpace = Literal["linear", "log"]
 Precision = Literal["fast", "high"]

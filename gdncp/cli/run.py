@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gdncp import api, store
+from gdncp import api, store, validation
 from gdncp.cli.inputs import Defaults, Source, open_source
 from gdncp.cli.ranks import Ranks, RunFailure
 from gdncp.cli.verify import verify
 from gdncp.forgetting import ForgettingBound, error_bound, rank_terms
 from gdncp.plan import PrefillPlan, plan_prefill
+from gdncp.plan.choose import balanced, unsplit
 from gdncp.stages import STAGES, PrefillResult
-from gdncp.work import CHUNK
 
 if TYPE_CHECKING:
     from gdncp.cli.report import Screen
@@ -101,14 +101,14 @@ def prepare(config: Config, world_size: int, device: torch.device) -> Prepared:
     keys = ("scale", "use_qk_l2norm_in_kernel", "checkpoint_every_n_tokens")
     call = replace(source.defaults, **{key: config[key] for key in keys if config[key] is not None})
     shape, use_cp = source.shape, config["use_cp"]
-    if use_cp not in ("auto", True, False):
-        raise ValueError(f"use_cp={use_cp}, must be auto, true or false")
+    validation.one_of("use_cp", use_cp, ("auto", True, False))
     if use_cp is False and world_size > 1:
         raise ValueError(f"use_cp=false with {world_size} ranks, must be auto or true")
-    cp_chunk_len = config["_cp_chunk_len"]
-    if use_cp is False:  # every sequence in one piece
-        cp_chunk_len = max(-(-max(shape.seq_lens) // CHUNK) * CHUNK, CHUNK)
-    plan = plan_prefill(
+    if config["repeat"] < 1 or config["warmup"] < 0:
+        raise ValueError(f"repeat={config['repeat']} must be at least 1, and warmup={config['warmup']} at least 0")
+    cp_chunk_len, longest = config["_cp_chunk_len"], max(shape.seq_lens)
+    planned = partial(
+        plan_prefill,
         shape.seq_lens,
         world_size=world_size,
         ownership=config["ownership"],
@@ -116,7 +116,6 @@ def prepare(config: Config, world_size: int, device: torch.device) -> Prepared:
         num_k_heads=shape.num_k_heads,
         num_v_heads=shape.num_v_heads,
         head_dim=shape.head_dim,
-        cp_chunk_len=cp_chunk_len,
         checkpoint_every_n_tokens=call.checkpoint_every_n_tokens,
         fixup=config["fixup"],
         lanes_per_rank=config["lanes_per_rank"],
@@ -124,6 +123,9 @@ def prepare(config: Config, world_size: int, device: torch.device) -> Prepared:
         require_reproducible=config["require_reproducible"],
         profile="cpu" if device.type == "cpu" else "h200",
     )
+    plan = planned(cp_chunk_len=unsplit(longest) if use_cp is False else cp_chunk_len)
+    if use_cp is True and cp_chunk_len is None and plan.cp_chunk_len >= longest:
+        plan = planned(cp_chunk_len=balanced(longest))  # asked to split what "auto" would leave whole
     return Prepared(source, call, plan)
 
 

@@ -43,6 +43,16 @@ def choose_cp_chunk_len(
     return best
 
 
+def unsplit(longest: int) -> int:
+    """The CP chunk length that leaves a sequence whole."""
+    return _round_up(longest)
+
+
+def balanced(longest: int) -> int:
+    """√(64·L) tokens a CP chunk: as many CP chunks to fold as 64-token chunks to scan in each (FlashInfer's rule)."""
+    return _round_up(math.isqrt(CHUNK * longest))
+
+
 class _Search:
     """Predicted time as a function of the CP chunk length, from sums over groups of sequences: no plan is built."""
 

@@ -50,7 +50,9 @@ def test_same_bits_as_with_host_lengths(seq_lens, chunk_len, request):
     assert all(torch.equal(a, b) for a, b in zip(with_host, on_device, strict=True))
 
 
-@pytest.mark.parametrize("offsets", [[0, 12, 8, 16], [5, 100], [0, 100], [0, 500], [-3, 60, 200]], ids=str)
+@pytest.mark.parametrize(
+    "offsets", [[0, 12, 8, 16], [5, 100], [0, 100], [0, 500], [-3, 60, 200], [0, 500, 100, 128]], ids=str
+)
 @pytest.mark.parametrize("chunk_len", [None, 64])
 def test_lengths_that_lie_stay_inside_the_buffers(offsets, chunk_len, lengths_on_device):
     """Nobody can refuse what only the device knows; it is clamped to [0, T] and made non-decreasing."""

@@ -85,6 +85,10 @@ BAD = {  # id: (arguments over a good call, message)
     "cu_seqlens_host length": ({"cu_seqlens_host": [0, 128]}, r"cu_seqlens_host must have 3 offsets"),
     "max_seqlen bool": ({"max_seqlen": True}, r"max_seqlen must be an int, got True"),
     "max_seqlen small": ({"max_seqlen": 63}, r"max_seqlen must lie between ceil.* = 64 and .* = 128, got 63"),
+    "max_seqlen below a mean that is no int": (
+        {"cu_seqlens": cu([43, 43, 42]), "max_seqlen": 42, "output_state": None},
+        r"max_seqlen must lie between ceil.* = 43 and .*got 42",
+    ),
     "max_seqlen large": ({"max_seqlen": 129}, r"max_seqlen must lie between .*got 129"),
     "slots dtype": (
         {"state_indices": torch.tensor([0.0, 1.0]), "initial_state": STATE, "output_state": STATE},
@@ -248,6 +252,10 @@ BAD_PREFILL = {
     "heads": (
         {"q": TOKENS["q"][:, :1].contiguous(), "k": TOKENS["k"][:, :1].contiguous()},
         r"q must have the plan's 2 heads, got 1",
+    ),
+    "head dim": (
+        {n: TOKENS[n][..., :16].contiguous() for n in "qk"},
+        r"q must have the plan's head dim 32, got 16",
     ),
     "final_state": ({"final_state": "none"}, r"final_state must be one of 'owner', 'all', got 'none'"),
     "two sources": (

@@ -91,6 +91,23 @@ def test_the_demo_finds_its_data_from_anywhere(monkeypatch, tmp_path):
     assert (tmp_path / "here" / "config.yaml").is_file()
 
 
+@pytest.mark.parametrize("use_cp, num_cp_chunks", [("auto", 3), ("true", 4), ("false", 3)])
+def test_use_cp_means_what_it_means_in_the_call(monkeypatch, tmp_path, use_cp, num_cp_chunks):
+    """[200, 0, 70] is not worth splitting; sqrt(64 · 200) is 113, rounded up to 128."""
+    seen = []
+    monkeypatch.setattr(control, "run_point", lambda config, *_: seen.append(config) or {"ok": True})
+    small = [argument for argument in SMALL if not argument.startswith("_cp_chunk_len")]
+    assert run_here(monkeypatch, *small, f"use_cp={use_cp}", f"run_dir={tmp_path / 'run'}") == 0
+    assert run.prepare(seen[0], 1, torch.device("cpu")).plan.num_cp_chunks == num_cp_chunks
+    if use_cp == "false":
+        with pytest.raises(ValueError, match="use_cp=false with 2 ranks"):
+            run.prepare(seen[0], 2, torch.device("cpu"))
+    with pytest.raises(ValueError, match="use_cp must be one of 'auto', True, False, got 0"):
+        run.prepare(seen[0] | {"use_cp": 0}, 1, torch.device("cpu"))
+    with pytest.raises(ValueError, match="repeat=0 must be at least 1"):
+        run.prepare(seen[0] | {"repeat": 0}, 1, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("arguments, code", [(["--help"], 0), (["fix_up=chain"], 2), (["--no-such-flag"], 2)])
 def test_exit_codes(monkeypatch, capsys, arguments, code):
     assert run_here(monkeypatch, *arguments) == code
