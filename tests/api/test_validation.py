@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import gdncp
-from gdncp import validation
+from gdncp import flashinfer_api, validation
 from tests.numeric import checkpoint_starts, cu, random_state, random_tokens
 
 T, H, D = 128, 2, 32
@@ -140,6 +140,11 @@ BAD = {  # id: (arguments over a good call, message)
         r"output must have dtype torch.float32, got torch.float16",
     ),
     "output shape": ({"output": torch.zeros(T - 1, H, D)}, r"output must have shape \(128, 2, 32\)"),
+    "output strides": ({"output": strided(torch.full((T, H, D), 7.0))}, r"output must be contiguous, got strides"),
+    "checkpoint starts device": (
+        {"checkpoint_every_n_tokens": 64, "state_checkpoints": ROWS, "checkpoint_cu_starts": STARTS.to("meta")},
+        r"checkpoint_cu_starts must be on cpu like q, got meta",
+    ),
     "_cp_chunk_len": (
         {"_cp_chunk_len": 100},
         r"_cp_chunk_len must be a positive multiple of the chunk size \(64\), got 100",
@@ -189,7 +194,7 @@ def test_is_refused(name):
     with pytest.raises(ValueError, match=message):
         gdncp.chunk_gated_delta_rule(**{**good, **arguments})
     assert bool((output == 7).all()) and bool((final == 7).all()), "something was written before the error"
-    assert all(torch.equal(arguments[key], x) for key, x in before.items())
+    assert all(x.is_meta or torch.equal(arguments[key], x) for key, x in before.items())
 
 
 def test_the_good_call_is_good():
@@ -218,6 +223,19 @@ def test_a_plan_is_held_against_lengths_that_only_the_device_knows(monkeypatch):
     with pytest.raises(ValueError, match="plan must have the 2 sequences of cu_seqlens, got 1"):
         gdncp.chunk_gated_delta_rule(**TOKENS, cu_seqlens=cu([64, 64]), plan=SPLITS)
     assert gdncp.chunk_gated_delta_rule(**TOKENS, cu_seqlens=cu([T]), plan=SPLITS).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "use_cp, asked, length",
+    [("auto", None, 640), ("auto", 64, 64), (True, None, 256), (True, 128, 128), (False, None, 640), (False, 64, 640)],
+)
+def test_use_cp_and_the_length_asked_for_decide_how_a_sequence_is_cut(monkeypatch, use_cp, asked, length):
+    """One worker gains nothing by a split, so "auto" leaves it whole; sqrt(64 · 640) is 203, rounded up to 256."""
+    seen = []
+    real = flashinfer_api.layout_of_plan
+    monkeypatch.setattr(flashinfer_api, "layout_of_plan", lambda plan, *args: seen.append(plan) or real(plan, *args))
+    gdncp.chunk_gated_delta_rule(**random_tokens(640, dim=D), use_cp=use_cp, _cp_chunk_len=asked)
+    assert [plan.cp_chunk_len for plan in seen] == [length]
 
 
 def test_a_prepared_plan_runs_as_it_says_and_numpy_ints_are_ints():
@@ -280,3 +298,22 @@ def test_a_plan_of_several_ranks_needs_a_group():
     plan = gdncp.plan_prefill([128], num_q_heads=2, num_k_heads=2, num_v_heads=2, head_dim=D, world_size=2)
     with pytest.raises(ValueError, match="group must be given for a plan of 2 ranks"):
         gdncp.prefill(plan, **TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "planned", "given", "expected"),
+    [
+        (torch.float32, "fast", None, None, 2.0**-24),
+        (torch.bfloat16, "fast", None, None, 2.0**-16),
+        (torch.float16, "high", None, None, 2.0**-24),
+        (torch.float32, "fast", 0.01, None, 0.01),
+        (torch.float32, "fast", 0, None, 0.0),
+        (torch.float32, "fast", 0.01, 0, 0.0),
+    ],
+)
+def test_the_forgetting_bound_is_the_calls_the_plans_or_the_dtypes(dtype, precision, planned, given, expected):
+    heads = {f"num_{x}_heads": H for x in "qkv"}
+    plan = gdncp.plan_prefill([T], head_dim=D, cp_chunk_len=64, forget_below=planned, **heads)
+    tokens = random_tokens(T, dim=D, dtype=dtype)
+    summary = gdncp.summarise(plan, **tokens, precision=precision, forget_below=given)
+    assert summary.call.forget_below == expected

@@ -282,6 +282,34 @@ def test_flashinfers_call_on_a_sub_group():
     assert_within(torch.cat([first[2], second[2]]), expected.checkpoints, 2e-5)
 
 
+GROUP_CALLS = {
+    "use_cp": ({"use_cp": False}, "use_cp must be True or 'auto' with a group of 2 ranks, got False"),
+    "lengths": ({"cu_seqlens_host": None}, "cu_seqlens_host must be given with a group of 2 ranks, got None"),
+    "tokens": ({"cu_seqlens_host": [0, 400]}, "q must have the {} tokens that the plan gives this rank, got "),
+    "max_seqlen": ({"max_seqlen": 400}, "max_seqlen must lie between ceil(tokens / sequences) = 512 and"),
+    "plan": ({"plan": plan_for([512], 1)}, "plan must have the group's 2 ranks, got 1"),
+    "digest": ({}, "ranks differ in plan (by its digest)"),
+}
+
+
+def _group_calls(rank: int) -> dict[str, str]:
+    said, tokens = {}, random_tokens(256, HEADS, DIM)
+    group = dist.group.WORLD
+    for what, (arguments, _) in GROUP_CALLS.items():
+        good = {"cu_seqlens_host": [0, 512], "_cp_chunk_len": 128 if what == "digest" and rank else LENGTH}
+        try:
+            gdncp.chunk_gated_delta_rule(**tokens, **{**good, **arguments}, group=group)
+        except ValueError as error:
+            said[what] = str(error)
+    return said
+
+
+def test_what_flashinfers_call_refuses_with_a_group():
+    for rank, said in enumerate(run_ranks(_group_calls, 2)):
+        for what, (_, expected) in GROUP_CALLS.items():
+            assert said[what].startswith(expected.format((192, 208)[rank])), (rank, what, said)
+
+
 def _outside(rank: int) -> list[str]:
     group, said = dist.new_group([1]), []
     tokens, plan = random_tokens(10, HEADS, DIM), plan_for([10], 1)
