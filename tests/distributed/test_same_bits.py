@@ -331,6 +331,34 @@ def test_a_process_outside_the_group_is_told_so():
     assert inside == []
 
 
+def _pool_share(rank: int, plan, final_state: str) -> torch.Tensor:
+    _, tokens, initial = batch("varlen", "never", torch.float32)
+    own = {n: torch.cat([x[a:b] for a, b in plan.token_ranges(rank)] or [x[:0]]) for n, x in tokens.items()}
+    pool = torch.full((9, max(HEADS), DIM, DIM), 7.0)
+    starts_here = [item.sequence for item in plan.rank_plan(rank).items if item.is_first]
+    pool[SLOTS[starts_here]] = initial[starts_here]  # the others are not this rank's to read
+    result = gdncp.prefill(
+        plan, **own, state_pool=pool, state_indices=SLOTS, final_state=final_state, forget_below=0.0, check=True
+    )
+    assert result.final_state is pool
+    return pool
+
+
+SLOTS = torch.tensor([8, 2, 5, 0, 3, 6])
+
+
+@pytest.mark.parametrize("final_state", ["owner", "all"])
+def test_pools_on_several_ranks_are_written_in_place_where_sequences_end_or_everywhere(final_state):
+    seq_lens, *_ = batch("varlen", "never", torch.float32)
+    plan = plan_for(seq_lens, 3, ownership="zigzag", fixup="chain")
+    expected = alone("varlen", "never", torch.float32, ("cpu", "torch"))["final_state"]
+    for rank, pool in enumerate(run_ranks(_pool_share, 3, plan, final_state)):
+        for sequence, slot in enumerate(SLOTS.tolist()):
+            if final_state == "all" or plan.final_state_owner(sequence) == rank:
+                assert torch.equal(pool[slot], expected[sequence]), (rank, sequence)
+        assert bool((pool[[1, 4, 7]] == 7).all())
+
+
 def _few_tokens(rank: int, seq_lens, world_size: int) -> dict[str, torch.Tensor]:
     q, k, v = HEADS
     plan = gdncp.plan_prefill(
