@@ -11,6 +11,7 @@ import pytest
 
 import gdncp.plan
 from gdncp.plan import CpChunk, PrefillPlan, RankCheckpoint, plan_prefill
+from gdncp.plan.cost import fixup_load
 from tests.plan.strategies import HEADS
 
 
@@ -82,6 +83,22 @@ def test_fewer_tokens_than_ranks(num_tokens: int, world_size: int) -> None:
     assert [chunk.num_tokens for chunk in plan.cp_chunks] == [num_tokens]  # never split within a chunk
     assert sum(map(len, (plan.rank_plan(rank).items for rank in range(world_size)))) == 1
     assert plan.fixup == "local"
+
+
+def test_a_share_that_ends_halfway_between_grid_points_ends_at_the_lower_one() -> None:
+    assert shares(plan_prefill([192], world_size=2, cp_chunk_len=64, **HEADS)) == [((0, 64),), ((64, 192),)]
+    assert shares(plan_prefill([194], world_size=2, cp_chunk_len=64, **HEADS)) == [((0, 128),), ((128, 194),)]
+
+
+def test_a_fixup_costs_more_the_more_sequences_cross() -> None:
+    def plan(count: int) -> PrefillPlan:
+        return plan_prefill([512] * count, world_size=2, ownership="zigzag", cp_chunk_len=64, fixup="chain", **HEADS)
+
+    one, four = (fixup_load(plan(n).segments, 2, 4, 64) for n in (1, 4))
+    # rank 0 holds parts 0 and 3: it hands one state on in each sequence, rank 1 likewise
+    assert (one.num_hops, one.states_per_rank, four.num_hops, four.states_per_rank) == (2, 1, 2, 4)
+    assert (one.num_maps, four.num_maps, one.depth, four.depth) == (6, 24, 7, 7)
+    assert plan(4).fixup_seconds["chain"] > plan(1).fixup_seconds["chain"]
 
 
 def test_empty_sequences() -> None:
