@@ -226,7 +226,9 @@ def _call(
         state_indices, plan.num_sequences, q.device, validation.num_slots(source), read_device=check
     )
     rows = len(plan.checkpoint_rows(rank))
-    validation.buffers(q, v, plan.num_sequences, pooled, source, output, output_state)
+    validation.buffers(
+        q, v, plan.num_sequences, pooled, source, output, output_state, "state_pool" if pooled else "initial_state"
+    )
     validation.checkpoint_rows(state_checkpoints, rows, q, v)
     heads, v_dim, k_dim = validation.state_shape(q, v)
     if output_state is None:

@@ -211,12 +211,12 @@ def token_tensors(
 
 
 def _gate_values(g: torch.Tensor, gate_space: str) -> None:
-    if gate_space == "linear" and (least := float(g.min())) < 0:
+    if gate_space == "linear" and (least := float(g.detach().nan_to_num(0.0).min())) < 0:
         raise ValueError(
             f"g must be linear (alpha in [0, 1]) with gate_space='linear', got a minimum of {least}; "
             "natural-log gates need gate_space='log'"
         )
-    if gate_space == "log" and (most := float(g.max())) > 0:
+    if gate_space == "log" and (most := float(g.detach().nan_to_num(0.0).max())) > 0:
         raise ValueError(
             f"g must be natural logs (at most 0) with gate_space='log', got a maximum of {most}; "
             "linear gates need gate_space='linear'"
@@ -263,12 +263,19 @@ def state_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, int, int]:
 
 
 def buffers(
-    q: torch.Tensor, v: torch.Tensor, num_sequences: int, pooled: bool, source: Any, output: Any, output_state: Any
+    q: torch.Tensor,
+    v: torch.Tensor,
+    num_sequences: int,
+    pooled: bool,
+    source: Any,
+    output: Any,
+    output_state: Any,
+    source_name: str = "initial_state",
 ) -> None:
-    """initial_state (or the pool), output and output_state."""
+    """initial_state (or the pool, by the name that the caller's argument has), output and output_state."""
     heads, v_dim, k_dim = state_shape(q, v)
     rows = None if pooled else num_sequences
-    state_tensor("state_pool" if pooled else "initial_state", source, rows, heads, v_dim, k_dim, q.device)
+    state_tensor(source_name, source, rows, heads, v_dim, k_dim, q.device)
     state_tensor("output_state", output_state, rows, heads, v_dim, k_dim, q.device)
     if pooled and source is not None and output_state is not None and source.shape[0] != output_state.shape[0]:
         raise ValueError(f"output_state must have {source.shape[0]} slots like the pool, got {output_state.shape[0]}")

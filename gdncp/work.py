@@ -101,7 +101,7 @@ def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> Work
 
 def upload(columns: dict[str, list[int]], device: torch.device) -> dict[str, torch.Tensor]:
     """Columns as int64 tensors on `device`, by one pinned copy: a pageable one would make the host wait."""
-    flat = torch.tensor([x for column in columns.values() for x in column], dtype=torch.int64)
+    flat = torch.tensor([x for column in columns.values() for x in column], dtype=torch.int64, device="cpu")
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
     sizes = [len(column) for column in columns.values()]

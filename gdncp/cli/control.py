@@ -7,8 +7,11 @@ it says stop, which it does however it ends: `--help`, a typo and a failed point
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +56,8 @@ def lead(ranks: Ranks, arguments: list[str]) -> int:
     except conf.UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         exit_code = USAGE_ERROR
+    except OSError as error:  # run_dir cannot be made, or the disk is full
+        print(f"failed: {error}", file=sys.stderr)
     except SystemExit as end:  # how Hydra ends --help and its own errors
         exit_code = end.code if isinstance(end.code, int) else RUN_FAILED if end.code else 0
     finally:
@@ -72,18 +77,35 @@ def _run_hydra(ranks: Ranks, arguments: list[str]) -> int:
         hydra_config = HydraConfig.get()
         if hydra_config.mode == RunMode.MULTIRUN:
             sweep_dir = Path(hydra_config.sweep.dir).absolute()
+            if (sweep_dir / "sweep.json").exists():
+                raise FileExistsError(f"run_dir={sweep_dir} already holds a sweep; name another or remove it")
         run_dir = Path(hydra_config.runtime.output_dir).absolute()
         outcome = _run_one(ranks, cfg, run_dir, folders, screen)
         outcomes.append(outcome | {"overrides": list(hydra_config.overrides.task), "run_dir": str(run_dir)})
 
     program, sys.argv = sys.argv, [sys.argv[0], *arguments]
     try:
-        job()
+        with _errors_pass_through():
+            job()
     finally:
         sys.argv = program
     if sweep_dir is not None:
         finish_sweep(sweep_dir, outcomes, screen)
     return 0 if all(outcome["ok"] for outcome in outcomes) else RUN_FAILED
+
+
+@contextmanager
+def _errors_pass_through() -> Iterator[None]:
+    """Without this Hydra prints a shortened traceback of whatever a job raises and exits."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before
 
 
 def _run_one(ranks: Ranks, cfg: DictConfig, run_dir: Path, folders: list[Path], screen: Screen) -> dict[str, Any]:
@@ -95,7 +117,7 @@ def _run_one(ranks: Ranks, cfg: DictConfig, run_dir: Path, folders: list[Path], 
             source["path"] = str(find_input(source["path"], Path.cwd(), *folders, conf.PACKAGE.parent))
         config["run_dir"] = str(run_dir)
         store.claim_run_dir(run_dir, OmegaConf.to_yaml(config))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         screen.failed(str(error))
         return {"ok": False, "error": str(error)}
     ranks.broadcast(Point(config, str(run_dir)))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from gdncp.backends.base import GateSpace
 
@@ -172,12 +172,16 @@ class TensorFile:
 
     def __init__(self, path: Path):
         self._path = path
-        with self._open() as file:
+        try:
+            opened = self._open()
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"input.path={path} is not a whole safetensors file: {error}") from None
+        with opened as file:
             names = set(file.keys())
-            missing = {"q", "k", "v"} - names
+            missing = {"q", "k", "v", *({"state_indices"} if "state_pool" in names else ())} - names
             if missing:
                 raise ValueError(f"input.path={path} lacks tensors {sorted(missing)}; it has {sorted(names)}")
-            case = json.loads((file.metadata() or {}).get("case", "{}"))
+            case = self._case(file.metadata() or {})
             shapes = {name: file.get_slice(name).get_shape() for name in names}
             dtype = file.get_slice("q")[:0].dtype
             offsets = file.get_tensor("cu_seqlens").tolist() if "cu_seqlens" in names else None
@@ -194,9 +198,37 @@ class TensorFile:
         if sum(seq_lens) != num_tokens or min(seq_lens, default=-1) < 0 or (offsets or [0])[0] != 0:
             raise ValueError(f"input.path={path}: sequence lengths {seq_lens} do not make up its {num_tokens} tokens")
         self.shape = Shape(tuple(seq_lens), num_q_heads, shapes["k"][1], shapes["v"][1], head_dim, dtype)
+        self._check_slots(shapes)
+        for name, rows in (("expected_output", num_tokens), ("expected_final_state", len(seq_lens))):
+            if name in names and shapes[name][0] != rows:
+                raise ValueError(f"input.path={path}: {name} must have {rows} rows, got {shapes[name][0]}")
         self.defaults = Defaults(
             case.get("scale"), case.get("use_qk_l2norm_in_kernel", False), case.get("checkpoint_every_n_tokens", 0)
         )
+
+    def _case(self, metadata: Mapping[str, str]) -> dict[str, Any]:
+        """What the metadata key "case" says of the call."""
+        try:
+            case = json.loads(metadata.get("case", "{}"))
+        except json.JSONDecodeError:
+            case = None
+        if not isinstance(case, dict):
+            raise ValueError(
+                f"input.path={self._path}: metadata 'case' must be a JSON object, got {metadata['case']!r}"
+            )
+        return case
+
+    def _check_slots(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """One slot of the pool for each sequence: a negative one would otherwise count from the pool's end."""
+        if "state_pool" not in self._names or self._slots is None:
+            return
+        num_slots, num_sequences = shapes["state_pool"][0], len(self.shape.seq_lens)
+        in_range = all(0 <= slot < num_slots for slot in self._slots)
+        if len(self._slots) != num_sequences or len(set(self._slots)) != num_sequences or not in_range:
+            raise ValueError(
+                f"input.path={self._path}: state_indices must be {num_sequences} different slots in [0, {num_slots}), "
+                f"one per sequence, got {self._slots}"
+            )
 
     def _open(self) -> Any:
         return safe_open(self._path, "pt")

@@ -171,7 +171,7 @@ class Wire:
             works = works[: len(receives)]
         self._keep += outgoing
         landings = [(tensor, landed) for (_, tensor), landed in zip(receives, landing, strict=True)]
-        return self._pending(works, torch.empty(0), landings, [])
+        return self._pending(works, torch.empty(0, device="cpu"), landings, [])
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
@@ -191,7 +191,7 @@ class Wire:
     def _outgoing(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if not self._staged or not tensors:
             return tensors
-        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True) for tensor in tensors]
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(self._device).synchronize()
@@ -199,7 +199,7 @@ class Wire:
 
     def _landing(self, target: torch.Tensor) -> torch.Tensor:
         """Where to receive what is meant for `target`."""
-        return torch.empty(target.shape, dtype=target.dtype, pin_memory=True) if self._staged else target
+        return torch.empty(target.shape, dtype=target.dtype, device="cpu", pin_memory=True) if self._staged else target
 
     def _pending(
         self,

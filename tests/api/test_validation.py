@@ -106,6 +106,14 @@ BAD = {  # id: (arguments over a good call, message)
         {"state_indices": torch.tensor([1, 1]), "initial_state": STATE, "output_state": STATE},
         r"state_indices must be unique, got slot 1",
     ),
+    "pool that overlaps": (
+        {
+            "state_indices": torch.tensor([0, 1]),
+            "initial_state": STATE[:1].expand(2, -1, -1, -1),
+            "output_state": STATE,
+        },
+        r"initial_state must have positive strides that do not overlap, got \(0, ",
+    ),
     "slots without output_state": (
         {"state_indices": torch.tensor([0, 1]), "initial_state": STATE},
         r"output_state must be given with state_indices",
@@ -263,6 +271,24 @@ def test_the_call_is_forward_only_and_takes_states_that_require_grad():
         **TOKENS, initial_state=initial, output_state=final, output_final_state=True, _cp_chunk_len=64
     )
     assert got is final and not output.requires_grad
+
+
+def test_a_nan_hides_no_wrong_gate():
+    gates = torch.tensor([[float("nan"), -0.5]]).repeat(T, 1)
+    with pytest.raises(ValueError, match=r"g must be linear .*got a minimum of -0.5"):
+        gdncp.chunk_gated_delta_rule(**TOKENS | {"g": gates})
+    with pytest.raises(ValueError, match=r"g must be natural logs .*got a maximum of 0.5"):
+        gdncp.chunk_gated_delta_rule(**TOKENS | {"g": -gates}, gate_space="log")
+
+
+def test_a_default_device_changes_nothing():
+    """Engines set one; what the host makes for itself stays there.  A length of its own, so that nothing is cached."""
+    tokens = random_tokens(173, dim=D)
+    plan = gdncp.plan_prefill([173], num_q_heads=H, num_k_heads=H, num_v_heads=H, head_dim=D, cp_chunk_len=64)
+    with torch.device("meta"):
+        result = gdncp.prefill(plan, **tokens, check=True)
+        reference = gdncp.gated_delta_rule_reference(**tokens)
+    assert (result.output - reference.output).norm() < 2e-5 * reference.output.norm()
 
 
 BAD_PREFILL = {

@@ -79,6 +79,24 @@ def test_a_file_is_held_against_its_expected_values(monkeypatch, tmp_path, own_s
     assert (code, against) == ((0, "the float64 oracle") if own_scale else (1, "the file's expected values"))
 
 
+def test_a_run_dir_that_cannot_be_made_fails_in_a_sentence(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for flag in ([], ["--multirun"]):
+        assert run_here(monkeypatch, *SMALL, *flag, f"run_dir={tmp_path / 'file' / 'run'}") == 1
+        shown = capsys.readouterr()
+        assert "failed: [Errno" in shown.out + shown.err and "Traceback" not in shown.out + shown.err
+
+
+def test_a_sweep_leaves_an_earlier_one_alone(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(control, "run_point", lambda *_: {"ok": True})
+    arguments = ["--multirun", *SMALL, f"run_dir={tmp_path}"]
+    assert run_here(monkeypatch, *arguments) == 0
+    before = (tmp_path / "sweep.json").read_text()
+    assert run_here(monkeypatch, *arguments, "input.seed=1,2,3") == 1
+    assert "already holds a sweep" in capsys.readouterr().err
+    assert (tmp_path / "sweep.json").read_text() == before and not (tmp_path / "1" / "config.yaml").exists()
+
+
 def test_the_demo_finds_its_data_from_anywhere(monkeypatch, tmp_path):
     """And runs as the README says; the run itself is left out."""
     seen = []

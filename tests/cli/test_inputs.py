@@ -125,6 +125,38 @@ def test_a_file_that_does_not_add_up_is_refused(tmp_path):
             TensorFile(tmp_path / "x.safetensors")
 
 
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (
+            {"state_indices": torch.tensor([4, -1, 2])},
+            r"3 different slots in \[0, 5\), one per sequence, got \[4, -1, 2\]",
+        ),
+        ({"state_indices": torch.tensor([4, 5, 2])}, "different slots in"),
+        ({"state_indices": torch.tensor([4, 4, 2])}, "different slots in"),
+        ({"state_indices": torch.tensor([4])}, "different slots in"),
+        ({"state_indices": None}, r"lacks tensors \['state_indices'\]"),
+        ({"expected_output": torch.zeros(9, 4, 16)}, "expected_output must have 2200 rows, got 9"),
+        ({"metadata": "{"}, "metadata 'case' must be a JSON object, got '{'"),
+        ({"metadata": "[1]"}, "metadata 'case' must be a JSON object"),
+    ],
+)
+def test_a_file_that_would_be_misread_is_refused(file, change, says):
+    path, tensors = file
+    tensors = {name: tensor for name, tensor in (tensors | change).items() if isinstance(tensor, torch.Tensor)}
+    save_file(tensors, path, {"case": change.get("metadata", "{}")})
+    with pytest.raises(ValueError, match=says):
+        TensorFile(path)
+
+
+@pytest.mark.parametrize("size", [0, 5, 3000])
+def test_a_file_that_was_cut_short_is_refused_by_name(file, size):
+    path, _ = file
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"input.path=.*x\.safetensors is not a whole safetensors file"):
+        TensorFile(path)
+
+
 def test_an_input_is_found_from_here_or_in_the_repository(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.st").touch()
