@@ -4,7 +4,8 @@
 #   bash bench/h200.sh OUT [SITE ...]
 #
 # OUT gets bench.json and bench.md.  Each SITE is a folder of installed packages (`pip install --target SITE ...`) with
-# peers in it: flashinfer-python, flash-qla, flash-linear-attention.  Earlier ones win where both hold a package.
+# peers in it: flashinfer-python, flash-qla, flash-linear-attention.  Earlier folders win where two hold a package:
+# FlashQLA's before FlashInfer's: both bring apache-tvm-ffi, tilelang needs its own, and FlashInfer takes either.
 # Environment: PYTHON (python3, one that has torch), PRESET (peers-h200), TIME_BUDGET (seconds, 420), ARGS (more
 # arguments of gdncp.bench, as in ARGS="--engines hopper flashinfer").
 set -euo pipefail

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-CHUNK = 64  # tokens in a chunk, for the count of operations
+from gdncp.plan.checks import CHUNK
 
 
 @dataclass(frozen=True)
