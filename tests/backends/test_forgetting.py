@@ -121,12 +121,23 @@ def test_a_first_cp_chunk_keeps_its_initial_state_where_nothing_was_left_out():
 
 
 def test_a_gain_is_never_below_the_product_of_its_gates():
-    """Rounded once, upwards, from float64: logs of alpha rounded to fp32 would be off by 1e-6 over 1024 tokens."""
-    x = make_inputs(5 * 1024, (8, 8, 8), gates="weak", beta=(0, 0), gate_space="linear")
-    (maps,) = run(x, [5 * 1024], 1024).maps
-    exact = torch.stack([part.double().prod(0) for part in x.gate.split(1024)][:4])
+    """Rounded once, upwards, from float64: logs of alpha rounded to fp32 would be off by 1e-6 over a chunk."""
+    x = make_inputs(9 * 64, (16, 16, 16), gates="weak", beta=(0, 0), gate_space="linear")
+    x.gate[:] = torch.rand(x.gate.shape, generator=torch.Generator().manual_seed(1)) * 0.8 + 0.1
+    (maps,) = run(x, [9 * 64], 64).maps
+    exact = torch.stack([part.double().prod(0) for part in x.gate.split(64)][:8])
     assert (maps.gain.double() >= exact * (1 - 1e-12)).all()
     assert (maps.gain.double() <= exact * (1 + 2.0**-22)).all()
+
+
+def test_outputs_are_off_by_the_norm_over_cp_chunks_of_what_enters_them():
+    x, state = forgetful("mixed")
+    result = run(take(x, [(0, 900)]), [900], 128, state[:1], forget_below=0.3)
+    terms = rank_terms(take(x, [(0, 900)]), result.plan.rank_plan(0), result.maps[0], result.entry_states[0])
+    bound = error_bound([terms])
+    expected = (terms.output_gain * bound.entry_states[0]).norm(dim=0)
+    torch.testing.assert_close(bound.output[0], expected)
+    assert (bound.entry_states[0] > 0).sum(0).max() > 2
 
 
 def test_rounding_up_is_never_below():
