@@ -28,6 +28,8 @@ class Layout:
     first_rows: torch.Tensor  # [F] entry-state rows that start a sequence here
     first_sequences: torch.Tensor  # [F] the sequences they start
     final_sequences: torch.Tensor  # [num_final] final-state row -> sequence
+    starts_all: bool = False  # first_sequences are all sequences, in order
+    ends_all: bool = False  # so are final_sequences
     runs: FoldRuns | None = None  # the local fixup, where no sequence crosses ranks
     num_sequence_items: torch.Tensor | None = None  # [N] CP chunks per sequence, where only the device knows
     max_sequence_items: int = 1
@@ -93,6 +95,8 @@ def _build(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
         first_rows=rows["first_rows"],
         first_sequences=rows["first_sequences"],
         final_sequences=rows["final_sequences"],
+        starts_all=[sequence for _, sequence in first] == list(range(plan.num_sequences)),
+        ends_all=list(share.final_sequences) == list(range(plan.num_sequences)),
     )
 
 
@@ -140,6 +144,8 @@ def layout_of_cu_seqlens(
         first_rows=first_rows,
         first_sequences=sequences,
         final_sequences=sequences,
+        starts_all=True,
+        ends_all=True,
         runs=FoldRuns(num_sequences, first_rows, first_rows, items - 1, torch.ones_like(items)),
         num_sequence_items=items,
         max_sequence_items=max(1, -(-num_tokens // cp_chunk_len)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from gdncp import collectives
-from gdncp.backends import AffineMaps, Backend, OpeningBackend, RunFold, Sinks, TokenInputs
+from gdncp.backends import AffineMaps, Backend, Sinks, TokenInputs
+from gdncp.backends.base import folds_runs, opens
 from gdncp.layout import Layout, fold_on_device
 from gdncp.plan import PrefillPlan
 from gdncp.plan.cost import STAGES as STAGES
@@ -34,8 +35,11 @@ class StateIO:
     slots: torch.Tensor | None  # [N] int64
     share: bool = False  # every sequence's final state on every rank, not only on its owner
 
-    def rows(self, sequences: torch.Tensor) -> torch.Tensor:
-        return sequences if self.slots is None else self.slots.index_select(0, sequences)
+    def rows(self, sequences: torch.Tensor, all_in_order: bool) -> torch.Tensor | None:
+        """Rows of these sequences, [n] int64; None: all rows in order."""
+        if self.slots is None:
+            return None if all_in_order else sequences
+        return self.slots if all_in_order else self.slots.index_select(0, sequences)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +59,17 @@ class Call:
     timer: StageTimer
 
     @property
+    def skips_starts(self) -> bool:
+        """No sequence has an initial state, and the backend needs no zeros in their place."""
+        return self.states.source is None and self.backend.exact_rows and self.inputs.q.shape[0] > 0
+
+    @property
+    def tables(self) -> tuple[WorkTable, ...]:
+        """Per lane."""
+        tables = self.layout.tables
+        return tuple(table.from_zeros for table in tables) if self.skips_starts else tables
+
+    @property
     def state_shape(self) -> tuple[int, int, int]:
         return self.inputs.num_state_heads, self.inputs.v.shape[2], self.inputs.k.shape[2]
 
@@ -65,7 +80,8 @@ class Summary:
 
     call: Call
     tiles: tuple[Any, ...]  # per lane, the backend's own
-    entry_states: torch.Tensor  # [items (+ 1 spare), H, V, K] fp32; rows that start a sequence are filled
+    # [items (+ 1 spare), H, V, K] fp32; rows that start a sequence are filled unless `call.skips_starts`
+    entry_states: torch.Tensor
     maps: AffineMaps | None  # None: no sequence has two CP chunks
     sinks: Sinks  # of stage 4; what an `OpeningBackend` makes early is there already
 
@@ -75,8 +91,14 @@ class EntryStates:
     """The state that enters each CP chunk of this rank."""
 
     summary: Summary
-    states: torch.Tensor  # [items (+ 1 spare), H, V, K] fp32
     stats: collectives.FixupStats
+
+    @property
+    def states(self) -> torch.Tensor:
+        """[items (+ 1 spare), H, V, K] fp32."""
+        if self.summary.call.skips_starts:
+            _load_starts(self.summary.call, self.summary.entry_states)
+        return self.summary.entry_states
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +118,9 @@ class PrefillResult:
         return self.timer.seconds()
 
 
+_UNTIMED = nullcontext()
+
+
 class StageTimer:
     """Device events on CUDA, a clock on the CPU; nothing at all unless enabled."""
 
@@ -110,11 +135,11 @@ class StageTimer:
         event.record(torch.cuda.current_stream(self._device))  # which need not be on the current device
         return event
 
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return self._measured(name) if self._enabled else _UNTIMED
+
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        if not self._enabled:
-            yield
-            return
+    def _measured(self, name: str) -> Iterator[None]:
         start = self._now()
         yield
         self._marks[name] = (start, self._now())
@@ -132,8 +157,8 @@ def summarise(call: Call) -> Summary:
     layout, device = call.layout, call.inputs.q.device
     spare = layout.num_sequence_items is not None
     entry_states = torch.empty(layout.num_items + spare, *call.state_shape, dtype=torch.float32, device=device)
-    first = call.states.rows(layout.first_sequences)
-    load_states(call.states.source, first, entry_states, layout.first_rows)
+    if not call.skips_starts:
+        _load_starts(call, entry_states)
 
     with call.timer.stage("precompute_t"):
         tiles = _on_lanes(call, lambda _, table: call.backend.precompute_t(call.inputs, table))
@@ -147,7 +172,7 @@ def summarise(call: Call) -> Summary:
 
             def reduce(lane: int, table: WorkTable) -> None:
                 arguments = (call.inputs, tiles[lane], table, entry_states, maps, call.forget_below)
-                if isinstance(call.backend, OpeningBackend):
+                if opens(call.backend):
                     call.backend.precompute_mn_and_open(*arguments, sinks)
                 else:
                     call.backend.precompute_mn(*arguments)
@@ -156,17 +181,30 @@ def summarise(call: Call) -> Summary:
     return Summary(call, tiles, entry_states, maps, sinks)
 
 
+def _load_starts(call: Call, entry_states: torch.Tensor) -> None:
+    layout = call.layout
+    rows = call.states.rows(layout.first_sequences, layout.starts_all) if call.states.source is not None else None
+    load_states(call.states.source, rows, entry_states, layout.first_rows)
+
+
 def _sinks(call: Call) -> Sinks:
-    layout, device = call.layout, call.inputs.q.device
+    """The caller's own tensors where a backend can write them, else rows of fp32 that `finish` copies."""
+    layout, states, device = call.layout, call.states, call.inputs.q.device
 
     def rows(count: int) -> torch.Tensor:  # one more: the dump row of `WorkTable`
         return torch.empty(count + 1, *call.state_shape, dtype=torch.float32, device=device)
 
-    sinks = Sinks(call.output, rows(layout.num_final), rows(layout.num_checkpoints) if layout.num_checkpoints else None)
-    if sinks.checkpoints is not None and call.plan is None:  # rows that no sequence earns keep what they held
-        assert call.checkpoints is not None
-        sinks.checkpoints[:-1].copy_(call.checkpoints)
-    return sinks
+    def writable(x: torch.Tensor | None) -> bool:
+        return call.backend.exact_rows and x is not None and x.dtype == torch.float32 and x.is_contiguous()
+
+    final, checkpoints = states.destination, call.checkpoints
+    if final is None or not (writable(final) and layout.ends_all and states.slots is None and not states.share):
+        final = rows(layout.num_final)
+    if checkpoints is not None and not writable(checkpoints):
+        given, checkpoints = checkpoints, rows(layout.num_checkpoints)
+        if call.plan is None:  # rows that no sequence earns keep what they held
+            checkpoints[:-1].copy_(given)
+    return Sinks(call.output, final, checkpoints, layout.num_final, layout.num_checkpoints)
 
 
 @torch.no_grad()
@@ -175,20 +213,19 @@ def fixup(summary: Summary) -> EntryStates:
     call, maps, runs = summary.call, summary.maps, summary.call.layout.runs
     stats = collectives.FixupStats("local")
     with call.timer.stage("state_fixup"):
-        if runs is not None and isinstance(call.backend.fold, RunFold):
+        fold = call.backend.fold
+        if runs is not None and folds_runs(fold):
             if maps is not None:
-                call.backend.fold.fold_runs(maps, summary.entry_states, runs)
+                fold.fold_runs(maps, summary.entry_states, runs)
         elif call.plan is None:
             if maps is not None:
-                fold_on_device(call.layout, maps, summary.entry_states, call.backend.fold)
+                fold_on_device(call.layout, maps, summary.entry_states, fold)
         else:
             if maps is None:  # a rank may pass nothing on and still receive
                 heads, v_dim, k_dim = call.state_shape
                 maps = AffineMaps.empty(0, heads, k_dim, v_dim, call.inputs.q.device)
-            stats = collectives.state_fixup(
-                call.plan, call.rank, maps, summary.entry_states, call.backend.fold, call.group
-            )
-    return EntryStates(summary, summary.entry_states, stats)
+            stats = collectives.state_fixup(call.plan, call.rank, maps, summary.entry_states, fold, call.group)
+    return EntryStates(summary, stats)
 
 
 @torch.no_grad()
@@ -196,22 +233,21 @@ def finish(entry: EntryStates) -> PrefillResult:
     """Stage 4 on every lane, then states and checkpoints in the caller's dtypes."""
     summary = entry.summary
     call, layout, sinks = summary.call, summary.call.layout, summary.sinks
-    device, backend = call.inputs.q.device, call.backend
+    backend, entry_states, destination = call.backend, summary.entry_states, call.states.destination
     run = backend.cp_prefill
-    if isinstance(backend, OpeningBackend) and summary.maps is not None:
+    if opens(backend) and summary.maps is not None:
         run = backend.cp_prefill_after_opening
     with call.timer.stage("cp_prefill"):
-        _on_lanes(call, lambda lane, table: run(call.inputs, summary.tiles[lane], table, entry.states, sinks))
-    if sinks.checkpoints is not None:
+        _on_lanes(call, lambda lane, table: run(call.inputs, summary.tiles[lane], table, entry_states, sinks))
+    if sinks.checkpoints is not None and sinks.checkpoints is not call.checkpoints:
         assert call.checkpoints is not None
         call.checkpoints.copy_(sinks.checkpoints[:-1])
-    if call.states.destination is not None:
-        final, sequences = sinks.final_states[:-1], layout.final_sequences
+    if destination is not None and sinks.final_states is not destination:
+        final, all_in_order = sinks.final_states[:-1], layout.ends_all
         if call.states.share and call.plan is not None:
-            final = collectives.share_final_states(call.plan, call.rank, final, call.group)
-            sequences = torch.arange(final.shape[0], device=device)
-        store_states(final, call.states.destination, call.states.rows(sequences))
-    return PrefillResult(call.output, call.states.destination, call.checkpoints, entry.stats, entry, call.timer)
+            final, all_in_order = collectives.share_final_states(call.plan, call.rank, final, call.group), True
+        store_states(final, destination, call.states.rows(layout.final_sequences, all_in_order))
+    return PrefillResult(call.output, destination, call.checkpoints, entry.stats, entry, call.timer)
 
 
 _LANE_STREAMS: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
@@ -219,7 +255,7 @@ _LANE_STREAMS: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
 def _on_lanes(call: Call, run: Callable[[int, WorkTable], Any]) -> tuple[Any, ...]:
     """`run` for every lane: on CUDA lane 0 on the current stream and the others beside it, joined before return."""
-    tables, device = call.layout.tables, call.inputs.q.device
+    tables, device = call.tables, call.inputs.q.device
     if device.type != "cuda" or len(tables) < 2:
         return tuple(run(lane, table) for lane, table in enumerate(tables))
     current = torch.cuda.current_stream(device)

@@ -12,15 +12,21 @@ def _movable(states: torch.Tensor) -> torch.Tensor:
     return states.view(torch.uint8) if states.element_size() == 1 else states
 
 
-def load_states(source: torch.Tensor | None, rows: torch.Tensor, out: torch.Tensor, out_rows: torch.Tensor) -> None:
+def load_states(
+    source: torch.Tensor | None, rows: torch.Tensor | None, out: torch.Tensor, out_rows: torch.Tensor
+) -> None:
     """out[out_rows[i]] = source[rows[i]] in fp32; zeros where `source` is None or the row is out of its range.
 
-    source [P, H, V, K] in any state dtype and strides; rows, out_rows [n] int64; out [.., H, V, K] fp32.
+    source [P, H, V, K] in any state dtype and strides; rows [n] int64, None: all P in order; out_rows [n] int64; out
+    [.., H, V, K] fp32.
     """
     if out_rows.numel() == 0:
         return
     if source is None or source.shape[0] == 0:
         out.index_fill_(0, out_rows, 0.0)
+        return
+    if rows is None:
+        out.index_copy_(0, out_rows, source.to(torch.float32))
         return
     inside = (rows >= 0) & (rows < source.shape[0])
     picked = _movable(source).index_select(0, rows.clamp(0, source.shape[0] - 1))
@@ -28,11 +34,15 @@ def load_states(source: torch.Tensor | None, rows: torch.Tensor, out: torch.Tens
     out.index_copy_(0, out_rows, torch.where(inside[:, None, None, None], states, 0.0))
 
 
-def store_states(states: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor) -> None:
+def store_states(states: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor | None) -> None:
     """destination[rows[i]] = states[i], rounded once to its dtype; rows out of range are skipped, no other is touched.
 
-    states [n, H, V, K] fp32; destination [P, H, V, K] in any state dtype and strides; rows [n] int64.
+    states [n, H, V, K] fp32; destination [P, H, V, K] in any state dtype and strides; rows [n] int64, None: all
+    P in order.
     """
+    if rows is None:
+        destination.copy_(states)
+        return
     num_slots = destination.shape[0]
     if rows.numel() == 0 or num_slots == 0:
         return

@@ -6,7 +6,9 @@ upper bounds, for callers who only have lengths there.  A table never needs read
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -40,7 +42,8 @@ class WorkTable:
     num_checkpoints: int
     token_start: torch.Tensor  # [num_items] first row in the rank's token tensors
     num_tokens: torch.Tensor  # [num_items]; may be 0
-    item_row: torch.Tensor  # [num_items] row of the item in the rank's entry states
+    item_row: torch.Tensor  # [num_items] row of the item in the rank's entry states; < 0: zeros (see `from_zeros`)
+    entering_row: torch.Tensor  # [num_items] the same, -1 where the item starts its sequence
     final_row: torch.Tensor  # [num_items] row in `Sinks.final_states`; the dump row where the item is not a last one
     first_chunk: torch.Tensor  # [num_items] the item's first flat chunk
     chunk_item: torch.Tensor  # [num_chunks] flat chunk -> item
@@ -52,7 +55,13 @@ class WorkTable:
     checkpoint_item: torch.Tensor  # [num_checkpoints], sorted by (item, tokens)
     checkpoint_tokens: torch.Tensor  # [num_checkpoints] tokens of the item seen, 1 ... num_tokens
     checkpoint_row: torch.Tensor  # [num_checkpoints] row in `Sinks.checkpoints`
+    checkpoint_start: torch.Tensor  # [num_items + 1] the item's first checkpoint
     host: HostTable | None  # None: built on the device
+
+    @cached_property
+    def from_zeros(self) -> WorkTable:
+        """The same work where no sequence has an initial state, for backends with `exact_rows`."""
+        return replace(self, item_row=self.entering_row)
 
 
 def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> WorkTable:
@@ -70,6 +79,7 @@ def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> Work
         "token_start": [c.offset for c in chunks],
         "num_tokens": [c.num_tokens for c in chunks],
         "item_row": items,
+        "entering_row": [-1 if c.is_first else i for c, i in zip(chunks, items, strict=True)],
         "final_row": [row if row >= 0 else num_final for row in final_rows],
         "first_chunk": [0, *accumulate(num_chunks)][: len(items)],
         "chunk_item": [p for p, n in enumerate(num_chunks) for _ in range(n)],
@@ -81,6 +91,7 @@ def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> Work
         "checkpoint_item": [c[0] for c in checkpoints],
         "checkpoint_tokens": [c[1] for c in checkpoints],
         "checkpoint_row": [c[2] for c in checkpoints],
+        "checkpoint_start": [bisect_left(checkpoints, (p,)) for p in range(len(items) + 1)],
     }
     tensors = upload(columns, device)
     return WorkTable(
@@ -101,11 +112,14 @@ def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> Work
 
 def upload(columns: dict[str, list[int]], device: torch.device) -> dict[str, torch.Tensor]:
     """Columns as int64 tensors on `device`, by one pinned copy: a pageable one would make the host wait."""
-    flat = torch.tensor([x for column in columns.values() for x in column], dtype=torch.int64, device="cpu")
+    # each starts at a multiple of 16 bytes, as allocations do: kernels are compiled for that
+    sizes = [len(column) + len(column) % 2 for column in columns.values()]
+    padded = [x for column in columns.values() for x in (*column, *[0] * (len(column) % 2))]
+    flat = torch.tensor(padded, dtype=torch.int64, device="cpu")
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
-    sizes = [len(column) for column in columns.values()]
-    return dict(zip(columns, flat.split(sizes), strict=True))
+    parts = zip(columns.items(), flat.split(sizes), strict=True)
+    return {name: part[: len(column)] for (name, column), part in parts}
 
 
 def from_cu_seqlens(
@@ -175,6 +189,7 @@ def from_cu_seqlens(
         token_start=token_start,
         num_tokens=item_tokens,
         item_row=item,
+        entering_row=torch.where(ordinal == 0, -1, item),
         final_row=torch.where(is_last, sequence, num_sequences),
         first_chunk=first_chunk,
         chunk_item=chunk_item,
@@ -186,5 +201,6 @@ def from_cu_seqlens(
         checkpoint_item=checkpoint_item,
         checkpoint_tokens=checkpoint_tokens,
         checkpoint_row=checkpoint_row,
+        checkpoint_start=torch.searchsorted(checkpoint_item, torch.arange(num_items + 1, device=device)),
         host=None,
     )

@@ -6,8 +6,10 @@ States are fp32 [.., H, V, K] everywhere between the stages; casts to and from t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
@@ -48,9 +50,21 @@ class AffineMaps:
     transition: torch.Tensor  # [m, H, K, K] fp32
     local_state: torch.Tensor  # [m, H, V, K] fp32
     gain: torch.Tensor  # [m, H] fp32: product of alpha·max(1, |1 − beta‖k‖²|) over the CP chunk, an upper bound on ‖M‖
-    dropped: torch.Tensor  # [m, H] fp32: bound on ‖what N's scan left out‖, the entry state's share apart; 0: nothing
+    dropped_rows: torch.Tensor  # [m, H] fp32: memory of `dropped`
     forgot: torch.Tensor  # [m, H] bool: gain < forget_below, so the transition was dropped (adds gain·‖S_in‖)
     scanned: torch.Tensor  # [m, H] int32: tokens that N's scan read
+    deferred: list[Callable[[], None]] = field(default_factory=list)  # what still has to be enqueued for `dropped`
+
+    @property
+    def dropped(self) -> torch.Tensor:
+        """[m, H] fp32: bound on ‖what N's scan left out‖, the entry state's share apart; 0: nothing.
+
+        Only reports need it, so a backend may put its making off until it is read here.  Until then the tokens and the
+        initial states must stay what they were in stage 2.
+        """
+        while self.deferred:
+            self.deferred.pop()()
+        return self.dropped_rows
 
     @classmethod
     def empty(cls, num_maps: int, num_heads: int, k_dim: int, v_dim: int, device: torch.device) -> AffineMaps:
@@ -61,7 +75,7 @@ class AffineMaps:
             transition=new(k_dim, k_dim),
             local_state=new(v_dim, k_dim),
             gain=new(),
-            dropped=new(),
+            dropped_rows=new(),
             forgot=new(dtype=torch.bool),
             scanned=new(dtype=torch.int32),
         )
@@ -69,11 +83,22 @@ class AffineMaps:
 
 @dataclass(frozen=True, eq=False)
 class Sinks:
-    """Where stage 4 writes.  The last row of `checkpoints` and of `final_states` is a dump that nobody reads."""
+    """Where stage 4 writes.  The rows behind those that are wanted are dumps, which nobody reads.
+
+    For a backend with `exact_rows` the dump rows may be missing: only their numbers are known.
+    """
 
     output: torch.Tensor  # [T, H, V] in the dtype of q; rows that no item covers stay untouched
-    final_states: torch.Tensor  # [num_final + 1, H, V, K] fp32, row `table.final_row[item]`
-    checkpoints: torch.Tensor | None  # [num_rows + 1, H, V, K] fp32, row `table.checkpoint_row[e]`
+    final_states: torch.Tensor  # [num_final (+ 1), H, V, K] fp32, row `table.final_row[item]`
+    checkpoints: torch.Tensor | None  # [num_rows (+ 1), H, V, K] fp32, row `table.checkpoint_row[e]`
+    final_dump: int = -1  # < 0: the last row
+    checkpoint_dump: int = -1
+
+    def __post_init__(self) -> None:
+        if self.final_dump < 0:
+            object.__setattr__(self, "final_dump", self.final_states.shape[0] - 1)
+        if self.checkpoint_dump < 0 and self.checkpoints is not None:
+            object.__setattr__(self, "checkpoint_dump", self.checkpoints.shape[0] - 1)
 
 
 class Fold(Protocol):
@@ -115,6 +140,8 @@ class Backend(Protocol):
     """The stages of one kernel set.  All methods enqueue work and never wait for a device."""
 
     name: str
+    # Stages read no entry state in a row < 0 (it is zeros), and write no dump row.
+    exact_rows: bool
 
     def rejection_reason(
         self, *, device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: int, precision: Precision
@@ -176,3 +203,16 @@ class OpeningBackend(Protocol):
     ) -> None:
         """Stage 4 of the items that are not in `table.opens`."""
         ...
+
+
+@cache  # looking a protocol's methods up takes longer than a launch
+def _offers(backend: type, protocol: type) -> bool:
+    return issubclass(backend, protocol)
+
+
+def opens(backend: Backend) -> TypeGuard[OpeningBackend]:
+    return _offers(type(backend), OpeningBackend)
+
+
+def folds_runs(fold: Fold) -> TypeGuard[RunFold]:
+    return _offers(type(fold), RunFold)

@@ -29,6 +29,7 @@ class HopperBackend:
     """
 
     name = "hopper"
+    exact_rows = True
 
     def rejection_reason(
         self, *, device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: int, precision: Precision

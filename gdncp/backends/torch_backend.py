@@ -55,6 +55,7 @@ class TorchBackend:
     """
 
     name = "torch"
+    exact_rows = False
 
     def __init__(self, never_looks: bool = False) -> None:
         self._never_looks = never_looks
@@ -113,7 +114,11 @@ class TorchBackend:
             row, shape = table.map_row, is_first.shape
             maps.local_state[row] = local_state.view(*shape, *local_state.shape[1:])
             maps.transition[row] = transition.view(*shape, k_dim, k_dim)
-            maps.gain[row], maps.dropped[row], maps.forgot[row] = round_up(cut.gain), round_up(cut.dropped), cut.forgot
+            maps.gain[row], maps.dropped_rows[row], maps.forgot[row] = (
+                round_up(cut.gain),
+                round_up(cut.dropped),
+                cut.forgot,
+            )
             tokens = table.num_tokens[table.map_item][:, None] - cut.start * CHUNK
             maps.scanned[row] = tokens.to(maps.scanned.dtype)
 

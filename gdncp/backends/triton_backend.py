@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -28,16 +29,14 @@ class TritonBackend:
     """
 
     name = "triton"
+    exact_rows = True
 
     def rejection_reason(
         self, *, device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: int, precision: Precision
     ) -> str | None:
         """Why this backend cannot run such a call, as a sentence; None if it can."""
-        if importlib.util.find_spec("triton") is None:
-            return "triton is not installed."
-        found = tuple(int(part) for part in version("triton").split(".")[:2])
-        if found < MIN_TRITON:
-            return f"triton is {version('triton')}; {_dotted(MIN_TRITON)} or newer is needed."
+        if (reason := _triton_rejection_reason()) is not None:
+            return reason
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"inputs are {dtype}; float32, bfloat16 and float16 are supported."
         for name, dim in (("K", k_dim), ("V", v_dim)):
@@ -94,6 +93,16 @@ class TritonBackend:
                 sinks.output.copy_(wide.output)
             else:
                 cp_prefill(inputs, tiles, table, entry_states, sinks, precision)
+
+
+@cache  # reading a package's version takes longer than launching the kernels
+def _triton_rejection_reason() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed."
+    found = tuple(int(part) for part in version("triton").split(".")[:2])
+    if found < MIN_TRITON:
+        return f"triton is {version('triton')}; {_dotted(MIN_TRITON)} or newer is needed."
+    return None
 
 
 def _dot_precision(inputs: TokenInputs) -> str:

@@ -72,7 +72,10 @@ def cp_prefill_kernel(
         return
     i = tl.arange(0, CHUNK)
     in_state = (block * BLOCK + tl.arange(0, BLOCK))[None, :] * K + tl.arange(0, K)[:, None]
-    state = tl.load(entry_states + (tl.load(item_row + item) * H + head) * V * K + in_state)
+    entry_row = tl.load(item_row + item)
+    state = tl.load(
+        entry_states + (entry_row * H + head) * V * K + in_state, mask=in_state < V * K * (entry_row >= 0), other=0.0
+    )
     if checkpoints is not None:
         entry = tl.load(checkpoint_start + item)
         stop = tl.load(checkpoint_stop + item)
@@ -160,7 +163,7 @@ def cp_prefill(
         sinks.output,
         sinks.final_states,
         checkpoints,
-        sinks.final_states.shape[0] - 1,
+        sinks.final_dump,
         num_heads,
         inputs.q.shape[1],
         inputs.k.shape[1],

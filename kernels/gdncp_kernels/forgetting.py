@@ -132,8 +132,9 @@ def cut_kernel(
     product = tl.exp(log_after)
     forgets = product < forget_below
     start = tl.where(forgets, start, 0)
-    if (start > 0) & (tl.load(map_is_first + map_) != 0):
-        state = entry_states + (tl.load(item_row + item) * H + head) * V * K
+    entry_row = tl.load(item_row + item)
+    if (start > 0) & (tl.load(map_is_first + map_) != 0) & (entry_row >= 0):
+        state = entry_states + (entry_row * H + head) * V * K
         tile = tl.arange(0, NORM_ROWS)[:, None] * K + tl.arange(0, K)[None, :]
         square = tl.zeros([], tl.float64)
         for v0 in range(0, V, NORM_ROWS):
@@ -192,7 +193,7 @@ def decide(
         table.map_is_first.view(torch.uint8),
         entry_states,
         maps.gain,
-        maps.dropped,
+        maps.dropped_rows,
         maps.forgot.view(torch.uint8),
         maps.scanned,
         start_chunk,

@@ -75,9 +75,10 @@ def scan_kernel(
     else:
         state_row = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
         out = local_state + (row * H + head) * V * K + (state_row * K + key)
-        entry = entry_states + (tl.load(item_row + item) * H + head) * V * K + (state_row * K + key)
+        entry_row = tl.load(item_row + item)
+        entry = entry_states + (entry_row * H + head) * V * K + (state_row * K + key)
         state = tl.zeros([K, BLOCK], tl.float32)
-        if is_first & (start == 0):
+        if is_first & (start == 0) & (entry_row >= 0):
             state = tl.load(entry)
     if is_transition & (is_first | (tl.load(forgot + row * H + head) != 0)):
         tl.store(out, tl.zeros([K, BLOCK], tl.float32))

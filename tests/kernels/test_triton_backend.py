@@ -39,6 +39,8 @@ def test_rejects_head_dims_and_dtypes():
 
 
 def test_rejects_an_old_or_missing_triton(monkeypatch):
+    uncached = triton_backend._triton_rejection_reason.__wrapped__  # read once a process
+    monkeypatch.setattr(triton_backend, "_triton_rejection_reason", uncached)
     monkeypatch.setattr(triton_backend, "version", lambda _: "3.3.1")
     assert "3.3.1" in reason() and "3.4" in reason()
     monkeypatch.setattr(triton_backend.importlib.util, "find_spec", lambda _: None)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from gdncp.backends.base import TokenInputs
+    from gdncp.backends.base import Sinks, TokenInputs
     from gdncp.work import WorkTable
     from gdncp_kernels.hopper.precompute_t import Tiles
 
@@ -86,13 +85,7 @@ def _finish_kernel(
     tl.store(at, state)
 
 
-def starts(table: WorkTable) -> torch.Tensor:
-    """[num_items + 1] int64: where each item's entries of the checkpoint table begin."""
-    items = torch.arange(table.num_items + 1, device=table.checkpoint_item.device)
-    return torch.searchsorted(table.checkpoint_item, items)
-
-
-def finish(inputs: TokenInputs, tiles: Tiles, table: WorkTable, checkpoints: torch.Tensor) -> None:
+def finish(inputs: TokenInputs, tiles: Tiles, table: WorkTable, sinks: Sinks) -> None:
     """Move the stored states of checkpoints inside a chunk on to where they stand.
 
     Tables built on the device have none: there checkpoints and CP chunks stand at multiples of 64 tokens.
@@ -112,8 +105,8 @@ def finish(inputs: TokenInputs, tiles: Tiles, table: WorkTable, checkpoints: tor
         table.checkpoint_item,
         table.checkpoint_tokens,
         table.checkpoint_row,
-        checkpoints,
-        checkpoints.shape[0] - 1,
+        sinks.checkpoints,
+        sinks.checkpoint_dump,
         num_heads,
         inputs.k.shape[1],
         inputs.v.shape[1],

@@ -110,6 +110,7 @@ def _run(log: bool, l2norm: bool, checkpoints: bool) -> None:
     tiles = backend.precompute_t(inputs, table)
     backend.precompute_mn(inputs, tiles, table, entry_states, maps, 2.0**-16)
     backend.precompute_mn_and_open(inputs, tiles, table, entry_states, maps, 2.0**-16, sinks)
+    assert maps.dropped is not None  # which launches what makes it
     backend.cp_prefill(inputs, tiles, table, entry_states, sinks)
     backend.cp_prefill_after_opening(inputs, tiles, table, entry_states, sinks)
     if layout.runs is not None:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from gdncp.backends.base import AffineMaps, TokenInputs
+    from gdncp.backends.base import TokenInputs
     from gdncp.work import WorkTable
     from gdncp_kernels.hopper.precompute_t import Tiles
 
@@ -110,8 +110,9 @@ def _dropped_kernel(
         survives = tl.exp((after + total - tl.cumsum(x, 0)) * 0.6931471805599453)  # Π a after chunk c
         bound += tl.sum(tl.where(left_out > 0, left_out * survives, 0.0), 0)
         after += total
-    if tl.load(map_is_first + map_) != 0:
-        state = entry_states + (tl.load(item_row + item) * H + head) * DIM * DIM
+    entry_row = tl.load(item_row + item)
+    if (tl.load(map_is_first + map_) != 0) & (entry_row >= 0):
+        state = entry_states + (entry_row * H + head) * DIM * DIM
         tile = tl.arange(0, NORM_ROWS)[:, None] * DIM + tl.arange(0, DIM)[None, :]
         square = tl.zeros([], tl.float64)
         for v0 in range(0, DIM, NORM_ROWS):
@@ -128,11 +129,14 @@ def fill_dropped(
     tiles: Tiles,
     table: WorkTable,
     entry_states: torch.Tensor,
-    maps: AffineMaps,
+    dropped: torch.Tensor,
     start_chunk: torch.Tensor,
     dump_row: int,
 ) -> None:
-    """Write `maps.dropped` of the maps whose scan was cut at start_chunk [num_maps, H]; the others' is 0 already."""
+    """Write `AffineMaps.dropped` where the scan was cut at start_chunk [num_maps, H]; elsewhere it is 0 already.
+
+    Only for who asks: it reads all values that were left out.
+    """
     num_heads = inputs.num_state_heads
     reach = torch.empty_like(tiles.growth)
     _reach_kernel[(table.num_maps * SLICES * num_heads,)](
@@ -163,7 +167,7 @@ def fill_dropped(
         table.map_row,
         table.map_is_first.view(torch.uint8),
         entry_states,
-        maps.dropped,
+        dropped,
         num_heads,
         dump_row,
         num_warps=1,

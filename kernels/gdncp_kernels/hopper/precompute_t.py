@@ -42,6 +42,7 @@ from gdncp_kernels.hopper.common import (
     store_tile,
     zero_tail,
 )
+from gdncp_kernels.hopper.launch import Launcher
 
 if TYPE_CHECKING:
     from gdncp.backends.base import TokenInputs
@@ -310,6 +311,9 @@ def precompute_t_kernel(
     tma.store_wait(pendings=0)
 
 
+_launch = Launcher(precompute_t_kernel, num_warps=1)
+
+
 def precompute_t(inputs: TokenInputs, table: WorkTable) -> Tiles:
     """Launch stage 1 over the table's chunks."""
     num_heads, num_k_heads = inputs.num_state_heads, inputs.k.shape[1]
@@ -321,7 +325,8 @@ def precompute_t(inputs: TokenInputs, table: WorkTable) -> Tiles:
         growth=torch.empty(entries, dtype=torch.float32, device=device),
     )
     if table.num_chunks and inputs.k.shape[0]:
-        precompute_t_kernel[(table.num_chunks * num_k_heads,)](
+        _launch(
+            table.num_chunks * num_k_heads,
             tensor_maps.tokens(inputs.k),
             tensor_maps.solve(tiles.solve),
             inputs.gate,
@@ -335,8 +340,7 @@ def precompute_t(inputs: TokenInputs, table: WorkTable) -> Tiles:
             table.chunk_ordinal,
             num_heads,
             num_k_heads,
-            LOG_SPACE=inputs.gate_space == "log",
-            L2NORM=inputs.use_qk_l2norm,
-            num_warps=1,
+            inputs.gate_space == "log",
+            inputs.use_qk_l2norm,
         )
     return tiles

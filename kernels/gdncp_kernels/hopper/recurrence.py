@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from gdncp_kernels.hopper import checkpoints as inner_checkpoints
 from gdncp_kernels.hopper import forgetting, tensor_maps
 from gdncp_kernels.hopper.common import add, reinterpret
+from gdncp_kernels.hopper.launch import Launcher
 from gdncp_kernels.hopper.partitions import (
     LOCAL_STATE,
     OUTPUTS,
@@ -128,7 +130,6 @@ def recurrence_kernel(
     head = gl.program_id(0) % H
     unit = gl.program_id(0) // H
     diagonal = gl.to_tensor(0.0)
-    from_entry = gl.to_tensor(1)
     checkpoint_entry = gl.to_tensor(0)
     checkpoint_stop = gl.to_tensor(0)
     if WITH_MAPS:
@@ -146,7 +147,9 @@ def recurrence_kernel(
     chunk = gl.load(first_chunk + item)
     num_chunks = (tokens + 63) // 64
     tail_rows = tokens % 64
-    entry_at = entry_states + (gl.load(item_row + item) * H + head) * 16384
+    entry_row = gl.load(item_row + item)
+    has_entry = (entry_row >= 0).to(gl.int32)
+    entry_at = entry_states + (gl.maximum(entry_row, 0) * H + head) * 16384
     if checkpoints is not None:
         checkpoint_entry = gl.load(checkpoint_start + item).to(gl.int32)
         checkpoint_stop = gl.load(checkpoint_start + item + 1).to(gl.int32)
@@ -165,7 +168,7 @@ def recurrence_kernel(
                 gl.store(dropped + at, 0.0)
             gl.store(start_chunk + map_ * H + head, gl.where(leaves != 0, start, 0))
         exit_at = local_state + (row * H + head) * 16384
-        from_entry = is_first * (start == 0).to(gl.int32)
+        from_entry = has_entry * is_first * (start == 0).to(gl.int32)
         if kind == TRANSITION:  # of a first CP chunk, or one that forgets all of its entry state: zero
             exit_at = transition + (row * H + head) * 16384
             from_entry = 0
@@ -176,6 +179,7 @@ def recurrence_kernel(
     else:
         row = gl.load(final_row + item)
         exit_at = final_states + (row * H + head) * 16384
+        from_entry = has_entry
         leaves = (row != final_dump).to(gl.int32)
         skipped = gl.to_tensor(0)
         if opens is not None:  # stage 2 has done these
@@ -374,6 +378,13 @@ def recurrence_kernel(
     )
 
 
+_launcher = Launcher(recurrence_kernel, num_warps=4)
+
+
+def _launch(num_programs: int, **arguments: Any) -> None:
+    _launcher(num_programs, *[arguments[name] for name in recurrence_kernel.arg_names])
+
+
 def precompute_mn(
     inputs: TokenInputs,
     tiles: Tiles,
@@ -395,7 +406,8 @@ def precompute_mn(
         threshold -= 1e-6 * max(abs(threshold), 1.0)
     else:
         threshold = -1e30  # below any product, resets too
-    recurrence_kernel[(table.num_maps * 2 * num_heads,)](
+    _launch(
+        table.num_maps * 2 * num_heads,
         **_everywhere(inputs, tiles, table, entry_states),
         **(_outputs(inputs, table, sinks) if sinks is not None else _NO_OUTPUTS),
         **_NO_FINAL_STATES,
@@ -407,7 +419,7 @@ def precompute_mn(
         transition=maps.transition,
         local_state=maps.local_state,
         gain=maps.gain,
-        dropped=maps.dropped,
+        dropped=maps.dropped_rows,
         forgot=maps.forgot.view(torch.uint8),
         scanned=maps.scanned,
         start_chunk=start_chunk,
@@ -417,7 +429,11 @@ def precompute_mn(
         WITH_OUTPUTS=sinks is not None,
     )
     if forget_below > 0:
-        forgetting.fill_dropped(inputs, tiles, table, entry_states, maps, start_chunk, dump_row)
+        maps.deferred.append(
+            partial(
+                forgetting.fill_dropped, inputs, tiles, table, entry_states, maps.dropped_rows, start_chunk, dump_row
+            )
+        )
 
 
 def cp_prefill(
@@ -431,19 +447,20 @@ def cp_prefill(
     """Launch stage 4 over the table's items; with `opened` without those in `table.opens`, which stage 2 has done."""
     if not table.num_items:
         return
-    recurrence_kernel[(table.num_items * inputs.num_state_heads,)](
+    _launch(
+        table.num_items * inputs.num_state_heads,
         **_everywhere(inputs, tiles, table, entry_states),
         **_outputs(inputs, table, sinks),
         **_NO_MAPS,
         final_row=table.final_row,
         final_states=sinks.final_states,
-        final_dump=sinks.final_states.shape[0] - 1,
+        final_dump=sinks.final_dump,
         opens=table.opens.view(torch.uint8) if opened else None,
         WITH_MAPS=False,
         WITH_OUTPUTS=True,
     )
     if sinks.checkpoints is not None and table.num_checkpoints:
-        inner_checkpoints.finish(inputs, tiles, table, sinks.checkpoints)
+        inner_checkpoints.finish(inputs, tiles, table, sinks)
 
 
 _NO_MAPS = dict.fromkeys(
@@ -480,7 +497,6 @@ def _everywhere(inputs: TokenInputs, tiles: Tiles, table: WorkTable, entry_state
         "STATE_REGISTERS": STATE_REGISTERS,
         "SCORE_REGISTERS": SCORE_REGISTERS,
         "LOAD_REGISTERS": LOAD_REGISTERS,
-        "num_warps": 4,
     }
 
 
@@ -494,10 +510,10 @@ def _outputs(inputs: TokenInputs, table: WorkTable, sinks: Sinks) -> dict[str, A
     }
     if sinks.checkpoints is not None and table.num_checkpoints:
         arguments |= {
-            "checkpoint_start": inner_checkpoints.starts(table),
+            "checkpoint_start": table.checkpoint_start,
             "checkpoint_tokens": table.checkpoint_tokens,
             "checkpoint_row": table.checkpoint_row,
             "checkpoints": sinks.checkpoints,
-            "checkpoint_dump": sinks.checkpoints.shape[0] - 1,
+            "checkpoint_dump": sinks.checkpoint_dump,
         }
     return arguments

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 FLAT = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-TOKEN_BOX, SQUARE_BOX, GATE_BOX, KEY_BOX = [64, 128], [64, 64], [1, 256], [1, 64]
+TOKEN_BOX, SQUARE_BOX, GATE_BOX, KEY_BOX = (64, 128), (64, 64), (1, 256), (1, 64)
 
 
-def _map(x: torch.Tensor, box: list[int], layout: NVMMASharedLayout) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
+@lru_cache(maxsize=256)
+def _checked(
+    shape: torch.Size, dtype: torch.dtype, box: tuple[int, int], layout: NVMMASharedLayout
+) -> TensorDescriptor:
+    """A map of such a tensor, contiguous, whose fields are those of any other: checking them takes a while."""
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    return TensorDescriptor(x, list(shape), list(x.stride()), list(box), layout)
+
+
+def _map(x: torch.Tensor, box: tuple[int, int], layout: NVMMASharedLayout) -> TensorDescriptor:
+    """x [rows, columns] contiguous, starting at a multiple of 16 bytes."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(_checked(x.shape, x.dtype, box, layout).__dict__)
+    made.base = x
+    return made
 
 
 def tokens(x: torch.Tensor) -> TensorDescriptor:
