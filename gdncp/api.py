@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -14,17 +16,12 @@ from gdncp.layout import Layout, layout_of_plan
 from gdncp.plan import PrefillPlan
 from gdncp.stages import Call, EntryStates, FinalState, PrefillResult, StageTimer, StateIO, Summary
 
+P = ParamSpec("P")
+
 
 def default_forget_below(dtype: torch.dtype, precision: Precision) -> float:
     """Below this share of a state what it would still contribute is dropped: the rounding of the arithmetic at hand."""
     return 2.0**-24 if dtype == torch.float32 or precision == "high" else 2.0**-16
-
-
-def prefill(
-    plan: PrefillPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
-) -> PrefillResult:
-    """One prefill as `plan` lays it out: `finish(fixup(summarise(...)))`.  Arguments and errors: `summarise`."""
-    return finish(fixup(summarise(plan, q, k, v, *args, **kwargs)))
 
 
 def summarise(
@@ -113,6 +110,21 @@ def fixup(summary: Summary) -> EntryStates:
 def finish(entry: EntryStates) -> PrefillResult:
     """Stage 4: outputs, state checkpoints and final states.  A collective only with `final_state="all"`."""
     return stages.finish(entry)
+
+
+def _whole(first: Callable[P, Summary]) -> Callable[P, PrefillResult]:
+    """`prefill` has the arguments of its first part."""
+
+    def prefill(*args: P.args, **kwargs: P.kwargs) -> PrefillResult:
+        """One prefill as `plan` lays it out: `finish(fixup(summarise(...)))`.  Arguments and errors: `summarise`."""
+        return finish(fixup(first(*args, **kwargs)))
+
+    signature = inspect.signature(first).replace(return_annotation="PrefillResult")
+    prefill.__signature__ = signature  # type: ignore[attr-defined]  # what `help` shows
+    return prefill
+
+
+prefill = _whole(summarise)
 
 
 def warmup(plan: PrefillPlan, *, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> None:

@@ -22,6 +22,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: torch.Tensor | None = None,
     *,
     transpose_state_layout: bool = False,
+    head_first: bool = False,
     **arguments: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """flash-linear-attention's `chunk_gated_delta_rule` (0.5, 0.6), forward only.
@@ -32,6 +33,7 @@ def chunk_gated_delta_rule(
         beta: [B, T, H], any float dtype.  None: ones.
         initial_state: [N, H, K, V], or [N, H, V, K] with `transpose_state_layout`; final states come back alike, fp32.
         cu_seqlens: [N+1] int32/int64.
+        head_first: False, which older callers still pass.
         arguments: keyword arguments of `gdncp.chunk_gated_delta_rule`, passed on.
 
     Returns:
@@ -45,6 +47,8 @@ def chunk_gated_delta_rule(
     batch, tokens = q.shape[:2]
     if cu_seqlens is not None and batch != 1:
         raise ValueError(f"q must have batch size 1 where cu_seqlens is given, got {batch}")
+    if head_first:
+        raise ValueError("head_first must be False, [B, T, H, D], which flash-linear-attention left too; got True")
     if batch == 0:
         raise ValueError("q must have at least one sequence, got batch size 0")
     if cu_seqlens is None and batch != 1:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML reader; newer ones run this")
 
 
 def test_every_package_is_named():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML reader; newer ones run this")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     named = set(project["tool"]["setuptools"]["packages"])
     folders = {"gdncp": ROOT / "gdncp", "gdncp_kernels": ROOT / "kernels" / "gdncp_kernels"}

@@ -45,6 +45,8 @@ def test_a_batch_with_cu_seqlens_is_refused():
     _, batched = batch()
     with pytest.raises(ValueError, match="q must have batch size 1 where cu_seqlens is given, got 2"):
         compat.chunk_gated_delta_rule(**batched, cu_seqlens=cu([T, T]))
+    with pytest.raises(ValueError, match="head_first must be False"):
+        compat.chunk_gated_delta_rule(**batched, head_first=True)
     with pytest.raises(ValueError, match=r"q must have shape \[B, T, H, D\]"):
         compat.chunk_gated_delta_rule(**{n: x[0] for n, x in batched.items()})
 
