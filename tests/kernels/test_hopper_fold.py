@@ -1,5 +1,6 @@
 """The Hopper set's fold, which is plain Triton: in the interpreter too."""
 
+import pytest
 import torch
 
 from gdncp.backends.base import AffineMaps, FoldRuns
@@ -28,8 +29,12 @@ def test_fold_is_fp32_and_its_rows_are_their_own():
     assert torch.equal(fold(state[1:], transition[1:], local_state[1:]), out[1:])
 
 
-def test_runs_have_the_bits_of_single_folds():
-    """Three sequences on one rank: the start of one, the middle of one, and one CP chunk, which has nothing to fold."""
+@pytest.mark.parametrize("idle", [0, 6], ids=["16 rows", "32 rows"])
+def test_runs_have_the_bits_of_single_folds(idle):
+    """Three sequences on one rank: the start of one, the middle of one, and one CP chunk, which has nothing to fold.
+
+    `idle` more of the last kind are more programs than an H200 has SMs.
+    """
     maps, fold = random_maps(5), StateFold()
     states = torch.randn(9, HEADS, DIM, DIM, generator=torch.Generator().manual_seed(8)).to(DEVICE)
     expected = states.clone()
@@ -41,6 +46,9 @@ def test_runs_have_the_bits_of_single_folds():
     def column(*x: int) -> torch.Tensor:
         return torch.tensor(x, device=DEVICE)
 
-    runs = FoldRuns(3, column(0, 4, 8), column(0, 3, 0), column(2, 2, 0), column(1, 0, 1))
+    none = [0] * idle
+    runs = FoldRuns(
+        3 + idle, column(0, 4, 8, *none), column(0, 3, 0, *none), column(2, 2, 0, *none), column(1, 0, 1, *none)
+    )
     fold.fold_runs(maps, states, runs)
     assert torch.equal(states, expected)

@@ -22,11 +22,16 @@ class Launcher:
 
     def __init__(self, kernel: JITFunction[Callable[..., None]], **options: int):
         self._kernel, self._options = kernel, options
-        self._constants = [p.num for p in kernel.params if p.is_constexpr]
-        self._others = [p.num for p in kernel.params if not p.is_constexpr]
+        self._jitted = isinstance(kernel, JITFunction)  # else by the interpreter
+        parameters = kernel.params if self._jitted else []
+        self._constants = [p.num for p in parameters if p.is_constexpr]
+        self._others = [p.num for p in parameters if not p.is_constexpr]
         self._variants: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, num_programs: int, *arguments: Any) -> None:
+        if not self._jitted:
+            self._kernel[(num_programs,)](*arguments, **self._options)
+            return
         key = (
             driver.active.get_current_device(),
             *[arguments[i] for i in self._constants],
@@ -37,7 +42,7 @@ class Launcher:
             variant[num_programs, 1, 1](*arguments)
             return
         compiled = self._kernel[(num_programs,)](*arguments, **self._options)
-        if hasattr(compiled, "asm"):  # neither interpreted nor still being compiled
+        if hasattr(compiled, "asm"):  # not a compilation that still runs
             self._variants[key] = compiled
 
 

@@ -12,12 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
+from gdncp_kernels.hopper.launch import Launcher
+
 if TYPE_CHECKING:
     from gdncp.backends.base import AffineMaps, FoldRuns
 
 DIM = tl.constexpr(128)
 ROWS = tl.constexpr(16)
-WARPS = 8  # with four, registers spill; two programs of eight share an SM
+WARPS = 8  # with four, registers spill
+SMS = 132  # one program of eight warps each: its registers fill an SM
+RING = 3  # maps on their way while one is folded
 
 
 @triton.jit
@@ -40,8 +44,10 @@ def _fold_kernel(state, transition, local_state, out, state_batch, transition_ba
 
 
 @triton.jit(do_not_specialize=["H"])
-def _fold_runs_kernel(transition, local_state, entry_states, entry_row, map_row, num_steps, starts, H):
-    """One program per (run, head, 16 rows)."""
+def _fold_runs_kernel(
+    transition, local_state, entry_states, entry_row, map_row, num_steps, starts, H, ROWS: tl.constexpr
+):
+    """One program per (run, head, ROWS rows); a row's bits are the same with 16 and 32."""
     block = tl.program_id(0) % (DIM // ROWS)
     head = tl.program_id(0) // (DIM // ROWS) % H
     run = tl.program_id(0) // (DIM // ROWS * H)
@@ -65,6 +71,9 @@ def _fold_runs_kernel(transition, local_state, entry_states, entry_row, map_row,
             tl.store(entry + (step + 1) * stride, s)
 
 
+_launch_runs = Launcher(_fold_runs_kernel, num_warps=WARPS, num_stages=RING)
+
+
 class StateFold:
     """`gdncp.backends.base.Fold` and `RunFold` for K = 128."""
 
@@ -86,9 +95,13 @@ class StateFold:
 
     def fold_runs(self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns) -> None:
         num_heads = entry_states.shape[1]
+        num_rows = runs.num_runs * num_heads * DIM.value
+        # one wave where that is possible: a map's operands are split in halves once per program
+        rows = ROWS.value if num_rows <= SMS * ROWS.value else 2 * ROWS.value
         if runs.num_runs:
             with torch.cuda.device_of(entry_states):
-                _fold_runs_kernel[(runs.num_runs * num_heads * (DIM.value // ROWS.value),)](
+                _launch_runs(
+                    num_rows // rows,
                     maps.transition,
                     maps.local_state,
                     entry_states,
@@ -97,8 +110,7 @@ class StateFold:
                     runs.num_steps,
                     runs.starts,
                     num_heads,
-                    num_warps=WARPS,
-                    num_stages=2,
+                    rows,
                 )
 
 
