@@ -244,7 +244,7 @@ def _call(
     validation.checkpoint_rows(state_checkpoints, rows, q, v)
     heads, v_dim, k_dim = validation.state_shape(q, v)
     if output_state is None:
-        output_state = torch.zeros(plan.num_sequences, heads, v_dim, k_dim, dtype=torch.float32, device=q.device)
+        output_state = new_states(plan.num_sequences, heads, v_dim, k_dim, q.device, plan.world_size)
     if state_checkpoints is None and rows:
         state_checkpoints = torch.empty(rows, heads, v_dim, k_dim, dtype=torch.float32, device=q.device)
     return bind(
@@ -291,6 +291,12 @@ def bind(
         output = q.new_empty(q.shape[0], inputs.num_state_heads, v.shape[2])
     timer = StageTimer(enabled=timed, device=q.device)
     return Call(layout, chosen, inputs, states, float(forget_below), output, checkpoints, plan, rank, group, timer)
+
+
+def new_states(rows: int, heads: int, v_dim: int, k_dim: int, device: torch.device, world_size: int) -> torch.Tensor:
+    """[rows, H, V, K] fp32 for final states: zeros where other ranks write some of them."""
+    new = torch.empty if world_size == 1 else torch.zeros
+    return new(rows, heads, v_dim, k_dim, dtype=torch.float32, device=device)
 
 
 def scale_or_default(scale: float | None, k_dim: int) -> float:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gdncp import collectives, stages, validation
-from gdncp.api import bind, place_in, scale_or_default, slots_of
+from gdncp.api import bind, new_states, place_in, scale_or_default, slots_of
 from gdncp.backends import GateSpace, Precision, TokenInputs
 from gdncp.layout import Layout, layout_of_cu_seqlens, layout_of_plan
 from gdncp.plan import PrefillPlan, plan_prefill
@@ -141,7 +141,7 @@ def chunk_gated_delta_rule(
 
     heads, v_dim, k_dim = validation.state_shape(q, v)
     if output_final_state and output_state is None:
-        output_state = torch.zeros(num_sequences, heads, v_dim, k_dim, dtype=torch.float32, device=q.device)
+        output_state = new_states(num_sequences, heads, v_dim, k_dim, q.device, world_size)
     scale = scale_or_default(scale, k_dim)
     call = bind(
         layout,
