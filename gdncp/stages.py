@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -247,7 +247,9 @@ def finish(entry: EntryStates) -> PrefillResult:
         if call.states.share and call.plan is not None:
             final, all_in_order = collectives.share_final_states(call.plan, call.rank, final, call.group), True
         store_states(final, destination, call.states.rows(layout.final_sequences, all_in_order))
-    return PrefillResult(call.output, destination, call.checkpoints, entry.stats, entry, call.timer)
+    # a process group that a kept result would keep alive past destroy_process_group can abort a process as it exits
+    done = replace(entry, summary=replace(summary, call=replace(call, group=None)))
+    return PrefillResult(call.output, destination, call.checkpoints, entry.stats, done, call.timer)
 
 
 _LANE_STREAMS: dict[tuple[torch.device, int], torch.cuda.Stream] = {}

@@ -129,13 +129,16 @@ def join() -> Iterator[Ranks]:
         yield Ranks()
         return
     dist.init_process_group("gloo", timeout=CONTROL_TIMEOUT)
+    ranks = Ranks(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+        control=dist.group.WORLD,
+    )
     try:
-        yield Ranks(
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            local_rank=int(os.environ["LOCAL_RANK"]),
-            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
-            control=dist.group.WORLD,
-        )
+        yield ranks
     finally:
+        ranks.control = None  # a group that outlives the next line can abort the process as it exits
+        ranks._data.clear()
         dist.destroy_process_group()

@@ -5,6 +5,9 @@ Real processes; the reference is one process, one lane, and the float64 oracle o
 
 from __future__ import annotations
 
+import gc
+import weakref
+from datetime import timedelta
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -395,3 +398,19 @@ def test_one_nccl_rank():
     arguments = {"forget_below": 0.0, "check": True, "final_state": "all"}
     result = run_ranks(run_share, 1, plan, "varlen", "never", torch.float32, target, arguments, backend="nccl")
     same(gather(plan, result), alone("varlen", "never", torch.float32, target))
+
+
+def _kept_result(rank: int, plan) -> bool:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=30))
+    tokens = random_tokens(plan.num_tokens(rank), HEADS, DIM)
+    result = gdncp.prefill(plan, **tokens, group=group, check=True, final_state="all")
+    alive = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return alive() is None and bool(result.output.isfinite().all())
+
+
+def test_a_kept_result_keeps_no_process_group():
+    """A group that is still there when Python exits aborts now and then, and torchrun calls a good run failed."""
+    assert run_ranks(_kept_result, 2, plan_for([1000], 2)) == [True, True]
