@@ -48,6 +48,7 @@ def summarise(
     forget_below: float | None = None,
     check: bool = False,
     timed: bool = False,
+    keep_entry: bool = False,
 ) -> Summary:
     """Stages 1 and 2 of a planned prefill: reduce this rank's CP chunks to their affine maps.  Communicates no data.
 
@@ -77,6 +78,7 @@ def summarise(
             0: exact.
         check: all ranks agree on arguments first, and look at device values; one rank's error raises on every rank.
         timed: measure stages, see `PrefillResult.timings`.
+        keep_entry: keep maps, entry states and inputs as `PrefillResult.entry`, for `gdncp.forgetting`.
 
     Raises:
         ValueError: naming the argument, what was given and what is allowed, before any data collective.
@@ -218,6 +220,7 @@ def _call(
     forget_below: Any,
     check: bool,
     timed: bool,
+    keep_entry: bool,
 ) -> Call:
     """Validate the arguments of `summarise` and bind them to the plan.  Communicates nothing."""
     plan = validation.plan_argument(plan)
@@ -261,6 +264,7 @@ def _call(
         rank=rank,
         group=group,
         timed=timed,
+        keep_entry=keep_entry,
     )
 
 
@@ -277,6 +281,7 @@ def bind(
     rank: int = 0,
     group: dist.ProcessGroup | None = None,
     timed: bool = False,
+    keep_entry: bool = False,
 ) -> Call:
     """A `Call` from validated parts: the backend chosen, defaults filled in, the output allocated."""
     q, v, precision = inputs.q, inputs.v, inputs.precision
@@ -290,7 +295,9 @@ def bind(
     if output is None:
         output = q.new_empty(q.shape[0], inputs.num_state_heads, v.shape[2])
     timer = StageTimer(enabled=timed, device=q.device)
-    return Call(layout, chosen, inputs, states, float(forget_below), output, checkpoints, plan, rank, group, timer)
+    return Call(
+        layout, chosen, inputs, states, float(forget_below), output, checkpoints, plan, rank, group, timer, keep_entry
+    )
 
 
 def new_states(rows: int, heads: int, v_dim: int, k_dim: int, device: torch.device, world_size: int) -> torch.Tensor:

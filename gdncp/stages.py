@@ -57,6 +57,7 @@ class Call:
     rank: int
     group: dist.ProcessGroup | None  # None: nobody to talk to
     timer: StageTimer
+    keep_entry: bool = False  # else a result that is kept would hold scratch and inputs in memory
 
     @property
     def skips_starts(self) -> bool:
@@ -109,7 +110,7 @@ class PrefillResult:
     final_state: torch.Tensor | None  # [N, H, V, K], or the state pool
     checkpoints: torch.Tensor | None  # [rows of this rank, H, V, K]
     fixup: collectives.FixupStats  # what this rank sent and received in stage 3
-    entry: EntryStates  # for reports: maps, entry states, inputs
+    entry: EntryStates | None  # maps, entry states and inputs, for reports: only where `keep_entry` asked for them
     timer: StageTimer
 
     @property
@@ -248,7 +249,7 @@ def finish(entry: EntryStates) -> PrefillResult:
             final, all_in_order = collectives.share_final_states(call.plan, call.rank, final, call.group), True
         store_states(final, destination, call.states.rows(layout.final_sequences, all_in_order))
     # a process group that a kept result would keep alive past destroy_process_group can abort a process as it exits
-    done = replace(entry, summary=replace(summary, call=replace(call, group=None)))
+    done = replace(entry, summary=replace(summary, call=replace(call, group=None))) if call.keep_entry else None
     return PrefillResult(call.output, destination, call.checkpoints, entry.stats, done, call.timer)
 
 

@@ -78,6 +78,7 @@ def _run(config: Config, run_dir: Path, ranks: Ranks, screen: Screen | None, rep
 
     bound = forgetting(plan, result, ranks)
     report["forgetting"] = bound.summary()
+    assert result.entry is not None  # asked for
     report["backend"] = result.entry.summary.call.backend.name
 
     say("writing results")
@@ -169,7 +170,7 @@ def measure(
 
 def _timed(plan: PrefillPlan, arguments: dict[str, Any], check: bool) -> tuple[PrefillResult, dict[str, float]]:
     started = time.perf_counter()
-    result = api.prefill(plan, **arguments, check=check, timed=True)
+    result = api.prefill(plan, **arguments, check=check, timed=True, keep_entry=True)
     seconds = result.timings  # waits for the device
     return result, seconds | {"total": time.perf_counter() - started}
 
@@ -197,6 +198,7 @@ def gather_states(
 
 def forgetting(plan: PrefillPlan, result: PrefillResult, ranks: Ranks) -> ForgettingBound:
     """What forgetting may have cost, over all ranks; the same on every rank."""
+    assert result.entry is not None  # asked for
     summary = result.entry.summary
     terms = rank_terms(summary.call.inputs, plan.rank_plan(ranks.rank), summary.maps, result.entry.states)
     return error_bound(ranks.gather(terms))

@@ -21,7 +21,7 @@ def plan(**changes):
 
 
 def run(**arguments):
-    return gdncp.prefill(plan(), **tokens(), backend="triton", **arguments)
+    return gdncp.prefill(plan(), **tokens(), backend="triton", keep_entry=True, **arguments)
 
 
 def buffers(dtype):
