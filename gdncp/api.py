@@ -328,4 +328,9 @@ def _facts(call: Call) -> dict[str, Any]:
         "forget_below": call.forget_below,
         "backend": call.backend.name,
         "final_state": "all" if call.states.share else "owner",
+        "initial states": _given(call.states.source) if call.layout.first_rows.numel() else None,
     }
+
+
+def _given(x: object) -> str:
+    return "none" if x is None else "given"

@@ -49,7 +49,8 @@ def agree_or_raise(
     Args:
         error: what is wrong with this rank's input; None: nothing.
         digest: the plan's; None: no plan.
-        facts: what the call was given and every rank must be given alike, such as scale, gate_space, dtype.
+        facts: what the call was given and every rank must be given alike, such as scale, gate_space, dtype.  None: this
+            rank has no say in it.
 
     Raises:
         ValueError: with the text of the first rank that has an error ("rank 2: ..."); or naming the first thing in
@@ -62,7 +63,8 @@ def agree_or_raise(
             raise ValueError(text if len(answers) == 1 else f"rank {rank}: {text}")
     _require_same("plan (by its digest)", [their_digest for _, their_digest, _ in answers])
     for name in dict.fromkeys(name for _, _, theirs in answers for name in theirs):
-        _require_same(name, [theirs.get(name, "not given") for _, _, theirs in answers])
+        values = [theirs.get(name, "not given") for _, _, theirs in answers]
+        _require_same(name, values, no_say=None)
 
 
 def compare_digest_once(plan: PrefillPlan, group: dist.ProcessGroup | None = None) -> None:
@@ -84,10 +86,11 @@ def compare_digest_once(plan: PrefillPlan, group: dist.ProcessGroup | None = Non
         agreed.add(plan.digest)
 
 
-def _require_same(name: str, values: Sequence[Hashable]) -> None:
+def _require_same(name: str, values: Sequence[Hashable], no_say: Hashable = "") -> None:
     ranks_of: dict[Hashable, list[int]] = {}
     for rank, value in enumerate(values):
-        ranks_of.setdefault(value, []).append(rank)
+        if value != no_say:
+            ranks_of.setdefault(value, []).append(rank)
     if len(ranks_of) > 1:
         said = "; ".join(f"{value!r} on rank {', '.join(map(str, ranks))}" for value, ranks in ranks_of.items())
         raise ValueError(f"ranks differ in {name}: {said}; it must be the same on every rank")

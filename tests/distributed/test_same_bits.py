@@ -239,6 +239,10 @@ def _different_calls(rank: int, plan, what: str) -> str:
         elif what == "head dim of v":
             tokens["v"] = tokens["v"][..., : DIM - 16 * rank].contiguous()
             gdncp.prefill(plan, **tokens, check=True)
+        elif what == "initial states":  # each rank starts a sequence
+            other = plan_for([640, 640], 2)
+            state = random_state(2, max(HEADS), DIM) if rank else None
+            gdncp.prefill(other, **random_tokens(640, HEADS, DIM), check=True, initial_state=state)
         else:
             other = plan_for([1000], 2, fixup="chain" if rank else "all_gather")
             gdncp.prefill(other, **tokens)
@@ -247,10 +251,21 @@ def _different_calls(rank: int, plan, what: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("what", ["scale", "head dim of v", "digest"])
+@pytest.mark.parametrize("what", ["scale", "head dim of v", "initial states", "digest"])
 def test_calls_that_differ_are_named_on_every_rank(what):
     messages = run_ranks(_different_calls, 2, plan_for([1000], 2), what)
     assert all(what in m for m in messages), messages
+
+
+def _one_starts(rank: int, plan) -> bool:
+    """Only the rank that starts the sequence has, and needs, its initial state."""
+    state = random_state(1, max(HEADS), DIM) if rank == 0 else None
+    gdncp.prefill(plan, **random_tokens(plan.num_tokens(rank), HEADS, DIM), check=True, initial_state=state)
+    return True
+
+
+def test_a_rank_that_starts_nothing_has_no_say_in_initial_states():
+    assert all(run_ranks(_one_starts, 2, plan_for([1000], 2)))
 
 
 def _public_call(rank: int, seq_lens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
