@@ -52,8 +52,8 @@ def summarise(
 ) -> Summary:
     """Stages 1 and 2 of a planned prefill: reduce this rank's CP chunks to their affine maps.  Communicates no data.
 
-    All token tensors hold this rank's tokens, in the order of `plan.token_ranges(rank)`.  T tokens of this rank, N
-    sequences, H = max(Hq, Hv) state heads.
+    Forward only.  All token tensors hold this rank's tokens, in the order of `plan.token_ranges(rank)`.  T tokens of
+    this rank, N sequences, H = max(Hq, Hv) state heads.
 
     Args:
         plan: from `plan_prefill`; the same on every rank.

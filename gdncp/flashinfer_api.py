@@ -52,7 +52,7 @@ def chunk_gated_delta_rule(
 
         S_t = alpha_t · S_{t-1} · (I − beta_t k_t k_tᵀ) + beta_t v_t k_tᵀ,    o_t = scale · S_t q_t
 
-    T tokens, N sequences, H = max(Hq, Hv) state heads.
+    T tokens, N sequences, H = max(Hq, Hv) state heads.  Forward only: outputs carry no gradient.
 
     Args:
         q, k, v: [T, Hq | Hk | Hv, D], one of fp16/bf16/fp32, contiguous.  Equal heads, GQA (Hk = Hv, Hq a multiple) or

@@ -255,10 +255,11 @@ def _describe_rank(plan: PrefillPlan, ranks: Ranks, device: torch.device, transp
 
 def describe_time(plan: PrefillPlan, seconds: list[dict[str, float]]) -> Report:
     """Per stage what each rank took and what the cost model said; `seconds` is the slowest rank's total."""
+    predicted = {**plan.predicted, "total": [sum(stages) for stages in zip(*plan.predicted.values(), strict=True)]}
     stages = {
         stage: {
             "measured_seconds": [of_rank.get(stage, 0.0) for of_rank in seconds],
-            "predicted_seconds": list(plan.predicted.get(stage, ())),
+            "predicted_seconds": list(predicted[stage]),
         }
         for stage in (*STAGES, "total")
     }

@@ -41,6 +41,9 @@ def test_one_rank_end_to_end(monkeypatch, tmp_path, capsys):
     assert report["ok"] and report["error"]["ok"] and report["error"]["output"]["relative"] > 0
     assert set(report["stages"]) >= {"precompute_t", "precompute_mn", "state_fixup", "cp_prefill", "total"}
     assert report["plan"]["num_cp_chunks"] == 4 + 1 + 2 and report["versions"]["torch"] == torch.__version__
+    stages = report["stages"]
+    parts = [sum(stages[name]["predicted_seconds"]) for name in stages if name != "total"]
+    assert stages["total"]["predicted_seconds"] == pytest.approx([sum(parts)])
     assert report["backend"] == "torch"
     assert load_file(run_dir / "state_checkpoints.safetensors")["state_checkpoints"].shape == (4, 4, 32, 32)
     shown = capsys.readouterr().out
