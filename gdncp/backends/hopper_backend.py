@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import torch
 
 from gdncp.backends.base import AffineMaps, Fold, Precision, Sinks, TokenInputs
+from gdncp.backends.triton_version import triton_rejection_reason
 from gdncp.work import WorkTable
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ class HopperBackend:
         self, *, device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: int, precision: Precision
     ) -> str | None:
         """Why this backend cannot run such a call, as a sentence; None if it can."""
-        if (reason := _triton_rejection_reason()) is not None:
+        if (reason := triton_rejection_reason(MIN_TRITON, "triton.experimental.gluon")) is not None:
             return reason
         if precision != "fast":
             return f"precision is {precision!r}; only 'fast' is supported."
@@ -117,16 +115,6 @@ class HopperBackend:
             return
         with torch.cuda.device_of(inputs.k), _aligned_output(sinks) as sinks:
             cp_prefill(_aligned(inputs), tiles, table, entry_states, sinks, opened)
-
-
-@cache  # reading a package's version takes longer than launching the kernels
-def _triton_rejection_reason() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed."
-    found = tuple(int(part) for part in version("triton").split(".")[:2])
-    if found < MIN_TRITON or importlib.util.find_spec("triton.experimental.gluon") is None:
-        return f"triton is {version('triton')}; 3.6 or newer, with Gluon, is needed."
-    return None
 
 
 def _aligned(inputs: TokenInputs) -> TokenInputs:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import replace
-from functools import cache
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import torch
 
 from gdncp.backends.base import AffineMaps, Fold, Precision, Sinks, TokenInputs
+from gdncp.backends.triton_version import triton_rejection_reason
 from gdncp.work import WorkTable
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ class TritonBackend:
         self, *, device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: int, precision: Precision
     ) -> str | None:
         """Why this backend cannot run such a call, as a sentence; None if it can."""
-        if (reason := _triton_rejection_reason()) is not None:
+        if (reason := triton_rejection_reason(MIN_TRITON)) is not None:
             return reason
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"inputs are {dtype}; float32, bfloat16 and float16 are supported."
@@ -93,16 +91,6 @@ class TritonBackend:
                 sinks.output.copy_(wide.output)
             else:
                 cp_prefill(inputs, tiles, table, entry_states, sinks, precision)
-
-
-@cache  # reading a package's version takes longer than launching the kernels
-def _triton_rejection_reason() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed."
-    found = tuple(int(part) for part in version("triton").split(".")[:2])
-    if found < MIN_TRITON:
-        return f"triton is {version('triton')}; {_dotted(MIN_TRITON)} or newer is needed."
-    return None
 
 
 def _dot_precision(inputs: TokenInputs) -> str:

@@ -111,7 +111,7 @@ class _BatchFirst(Peer):
         return Bound([partial(call, b) for b in batches], self._detail(arguments))
 
     def _arguments(self, case: Case, sets: Sequence[Tokens]) -> dict[str, Any]:
-        raise NotImplementedError
+        raise NotImplementedError  # each library has its own
 
     def _detail(self, arguments: dict[str, Any]) -> dict[str, Any]:
         return {}

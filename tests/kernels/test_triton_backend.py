@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from gdncp.backends import triton_backend
+from gdncp.backends import hopper_backend, triton_backend, triton_version
 from gdncp.backends.triton_backend import TritonBackend
 from tests.conftest import DEVICE
 
@@ -39,11 +39,13 @@ def test_rejects_head_dims_and_dtypes():
 
 
 def test_rejects_an_old_or_missing_triton(monkeypatch):
-    uncached = triton_backend._triton_rejection_reason.__wrapped__  # read once a process
-    monkeypatch.setattr(triton_backend, "_triton_rejection_reason", uncached)
-    monkeypatch.setattr(triton_backend, "version", lambda _: "3.3.1")
+    uncached = triton_version.triton_rejection_reason.__wrapped__  # read once a process
+    monkeypatch.setattr(triton_backend, "triton_rejection_reason", uncached)
+    monkeypatch.setattr(hopper_backend, "triton_rejection_reason", uncached)
+    monkeypatch.setattr(triton_version, "version", lambda _: "3.3.1")
     assert "3.3.1" in reason() and "3.4" in reason()
-    monkeypatch.setattr(triton_backend.importlib.util, "find_spec", lambda _: None)
+    assert "gluon is needed" in hopper_backend.HopperBackend().rejection_reason(**CALL)
+    monkeypatch.setattr(triton_version.importlib.util, "find_spec", lambda _: None)
     assert "not installed" in reason()
 
 
