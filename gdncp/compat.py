@@ -73,8 +73,8 @@ def chunk_gated_delta_rule(
 
     result = _packed(
         packed("q", q),  # type: ignore[arg-type]  # q is not None, so neither is this
-        packed("k", k),  # type: ignore[arg-type]
-        packed("v", v),  # type: ignore[arg-type]
+        packed("k", k),  # type: ignore[arg-type]  # nor this
+        packed("v", v),  # type: ignore[arg-type]  # nor this
         packed("g", g, gate=True),
         packed("beta", beta, gate=True),
         scale,

@@ -30,7 +30,7 @@ def _ieee_products() -> Iterator[None]:
         return
     # Only the newer flags: the older ones raise once a user has set a newer one, these never do (seen on 2.13).
     changed: list[tuple[Any, str]] = []
-    for flags in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]
+    for flags in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]  # torch's stubs lack it
         precision = flags.fp32_precision
         if precision not in ("none", "ieee"):
             flags.fp32_precision = "ieee"

@@ -108,7 +108,7 @@ def errors(case: Case, output: torch.Tensor, final_state: torch.Tensor, true: Tr
         """(over all, worst) from pairs of [H] sums of squares: of the difference and of the truth."""
         difference, norm = (torch.stack(x) for x in zip(*parts, strict=True))
         over_all, worst = (difference.sum() / norm.sum()).sqrt(), (difference / norm).sqrt().max()
-        return tuple(float(x.nan_to_num(torch.inf)) for x in (over_all, worst))  # type: ignore[return-value]
+        return tuple(float(x.nan_to_num(torch.inf)) for x in (over_all, worst))  # type: ignore[return-value]  # two
 
     of_output, of_states = [], []
     bounds = [i * case.shape.seq_len for i in range(case.shape.num_seqs + 1)]

@@ -102,7 +102,7 @@ class UsageError(Exception):
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
     """The configuration in plain values: enums as words, interpolations resolved."""
-    return OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)  # type: ignore[return-value]
+    return OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)  # type: ignore[return-value]  # a dict
 
 
 # ---- --config NAME_OR_PATH
@@ -152,7 +152,7 @@ def _store_file(path: Path) -> str:
         raise UsageError(f"--config {path}: {error}") from None
     if not isinstance(node, DictConfig):
         raise UsageError(f"--config {path}: must hold keys and values")
-    content = {"defaults": ["prefill", "_self_"]} | OmegaConf.to_container(node, resolve=False)  # type: ignore[operator]
+    content = {"defaults": ["prefill", "_self_"]} | OmegaConf.to_container(node, resolve=False)  # type: ignore[operator]  # dicts
     name = f"{path.stem}_given_by_path"
     ConfigStore.instance().store(name=name, node=content)
     return name

@@ -42,7 +42,7 @@ class Ranks:
         box = [value]
         if self.control is not None:
             dist.broadcast_object_list(box, src=0, group=self.control)
-        return box[0]  # type: ignore[return-value]
+        return box[0]  # type: ignore[return-value]  # filled above
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value`, in rank order, on every rank."""
@@ -69,7 +69,7 @@ class Ranks:
         failures = self.gather(failure)
         if any(failures):
             raise RunFailure(_describe(failures))
-        return value  # type: ignore[return-value]
+        return value  # type: ignore[return-value]  # no rank failed, so there is one
 
     def to_leader(self, rows: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
         """On rank 0 every rank's rows, `counts[r]` of them from rank r, on the CPU; on others an empty list."""

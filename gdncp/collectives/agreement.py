@@ -35,7 +35,7 @@ def agree(group: dist.ProcessGroup | None, payload: T) -> list[T]:
     gathered: list[T | None] = [None] * dist.get_world_size(group)
     with naming("agreement between ranks", group):
         dist.all_gather_object(gathered, payload, group=_control_group(group))
-    return gathered  # type: ignore[return-value]
+    return gathered  # type: ignore[return-value]  # filled above
 
 
 def agree_or_raise(

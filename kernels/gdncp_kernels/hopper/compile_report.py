@@ -114,7 +114,7 @@ def _run(log: bool, l2norm: bool, checkpoints: bool) -> None:
     backend.cp_prefill(inputs, tiles, table, entry_states, sinks)
     backend.cp_prefill_after_opening(inputs, tiles, table, entry_states, sinks)
     if layout.runs is not None:
-        backend.fold.fold_runs(maps, entry_states, layout.runs)  # type: ignore[attr-defined]
+        backend.fold.fold_runs(maps, entry_states, layout.runs)  # type: ignore[attr-defined]  # a RunFold
     backend.fold(entry_states[0], maps.transition[0], maps.local_state[0])
     backend.precompute_t(replace(inputs, gate=None, beta=None), table)
 
