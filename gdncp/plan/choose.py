@@ -8,12 +8,21 @@ from itertools import pairwise
 
 from gdncp.plan import cost, layout
 from gdncp.plan.checks import CHUNK
+from gdncp.plan.profiles import CostProfile
+from gdncp.plan.stage_model import Kind, StageModel
 
 _LEAST = 4 * CHUNK  # a shorter CP chunk is not chosen: what the model leaves out (tails, small launches) eats its gain
+_GAIN = 0.03  # nor a split that gains less: what the model gets wrong
 _GROUPS = 32  # sequences are costed in at most this many groups of like length
+_WORLDS = (1, 2, 4, 8)  # for which a grid is chosen that may not depend on the world size: those of one node
 
 
-def choose_fixup(load: cost.FixupLoad, profile: cost.CostProfile, require_reproducible: bool) -> str:
+def typical_half_lives(num_heads: int) -> list[float]:
+    """Log-spaced from 4 to 16384 tokens, the spread of trained layers: most heads forget, and some do not."""
+    return [4.0 * 4096 ** (head / max(num_heads - 1, 1)) for head in range(num_heads)]
+
+
+def choose_fixup(load: cost.FixupLoad, profile: CostProfile, require_reproducible: bool) -> str:
     """The cheapest strategy."""
     seconds = cost.fixup_seconds(profile, load)
     if require_reproducible:  # a tree associates maps by rank
@@ -25,21 +34,37 @@ def choose_cp_chunk_len(
     seq_lens: Sequence[int],
     world_size: int,
     ownership: str | layout.TokenRanges,
-    model: cost.StageModel,
+    models: Sequence[StageModel],
     *,
     lanes_per_rank: int = 1,
     fixup: str = "auto",
     require_reproducible: bool = False,
 ) -> int:
-    """The length of least predicted time among some dozens; of equals the longest, so that nothing is cut in vain."""
+    """The length of least predicted time among some dozens; of equals the longest, so that nothing is cut in vain.
+
+    models: of the gates that the layer may have; what counts is their sum.
+    require_reproducible: where ownership is cut on the grid, the same for every world size: that of least time times
+        ranks, over the worlds of one node.
+    """
     if not any(seq_lens):
         return CHUNK
-    search = _Search(seq_lens, world_size, ownership, model, fixup, require_reproducible)
-    best, least = 0, math.inf
-    for length in search.candidates(lanes_per_rank):
-        seconds = search.seconds(length)
-        if seconds < least * (1 - 1e-9):
-            best, least = length, seconds
+    worlds = _WORLDS if require_reproducible and isinstance(ownership, str) else (world_size,)
+    searches = [_Search(seq_lens, world, ownership, models, fixup, require_reproducible) for world in worlds]
+
+    def least(length: int) -> float:
+        return sum(search.world_size * search.least_seconds(length) for search in searches)
+
+    def seconds(length: int) -> float:
+        return sum(search.world_size * search.seconds(length) for search in searches)
+
+    lengths = set().union(*(search.candidates(lanes_per_rank) for search in searches))
+    best = max(lengths)
+    limit = (1 - _GAIN) * seconds(best) if best >= max(seq_lens) else math.inf
+    for bound, length in sorted((least(length), -length) for length in lengths - {best}):
+        if bound > limit:
+            break
+        if (found := seconds(-length)) < limit * (1 - 1e-9):
+            best, limit = -length, found
     return best
 
 
@@ -61,52 +86,64 @@ class _Search:
         seq_lens: Sequence[int],
         world_size: int,
         ownership: str | layout.TokenRanges,
-        model: cost.StageModel,
+        models: Sequence[StageModel],
         fixup: str,
         require_reproducible: bool,
     ) -> None:
         self.seq_starts = layout.sequence_starts(seq_lens)
         self.world_size = world_size
         self.ownership = ownership
-        self.model = model
+        self.models = models
         self.fixup = fixup
         self.require_reproducible = require_reproducible
         self.longest = max(seq_lens)
         self.share = self.seq_starts[-1] / world_size  # tokens of a rank
         self.groups = _groups(seq_lens)
 
-    def candidates(self, lanes: int) -> list[int]:
-        """Longest first: whole sequences, fractions of a rank's share and of a zigzag part, powers of two."""
-        pieces = [lanes * k for k in (1, 2, 3, 4, 6, 8, 12, 16, 32)]
-        whole = _round_up(self.longest)
-        lengths = {whole, *(_round_up(self.share / k) for k in pieces), *(1 << k for k in range(6, 21))}
+    def candidates(self, lanes: int) -> set[int]:
+        """Whole sequences, fractions of a sequence, of a rank's share and of a zigzag part, powers of two."""
+        model = self.models[0]
+        filling = -(-model.profile.workers // model.num_heads)  # CP chunks whose heads fill a rank's workers
+        pieces = {lanes * k for k in range(1, min(4 * filling + 2, 128) + 1)}
+        parts = [self.longest, self.share]
         if self.ownership == "zigzag":
-            lengths |= {_round_up(self.longest / (2 * self.world_size * k)) for k in pieces}
+            parts.append(self.longest / (2 * self.world_size))
+        whole = _round_up(self.longest)
+        lengths = {whole, *(_round_up(part / k) for part in parts for k in pieces), *(1 << k for k in range(6, 21))}
         if not isinstance(self.ownership, str):  # keep the cuts on the grid, where some grid has them
             grid = math.gcd(*_cuts_within(self.seq_starts, self.ownership))
             if grid and grid % CHUNK == 0:
-                return sorted({grid, *(n for n in lengths if grid % n == 0)}, reverse=True)
+                return {grid, *(n for n in lengths if grid % n == 0)}
         # a few CP chunks a rank, or what fills its workers: tables stay small
-        pieces_per_rank = max(32, 4 * self.model.profile.workers // self.model.num_heads) * lanes
-        most = len(self.seq_starts) + self.world_size * pieces_per_rank
-        few = [n for n in lengths if _LEAST <= n < whole and self.seq_starts[-1] // n <= most]
-        return sorted({whole, *few}, reverse=True)
+        most = len(self.seq_starts) + self.world_size * max(32, 4 * filling) * lanes
+        return {whole, *(n for n in lengths if _LEAST <= n < whole and self.seq_starts[-1] // n <= most)}
 
     def seconds(self, length: int) -> float:
-        """All stages on the fullest rank, whose work is taken to be its share of the tokens."""
-        items = []
+        """All stages on the fullest rank, whose work is taken to be its share of the tokens; mean over the models."""
+        kinds, fullest = self.kinds(length)
+        stages = sum(sum(model.seconds(kinds)) for model in self.models) / len(self.models)
+        return stages + self.fixup_seconds(length, fullest)
+
+    def least_seconds(self, length: int) -> float:
+        """A lower bound on `seconds` that takes no schedule."""
+        kinds, fullest = self.kinds(length)
+        stages = sum(model.least_seconds(kinds) for model in self.models) / len(self.models)
+        return stages + self.fixup_seconds(length, fullest)
+
+    def kinds(self, length: int) -> tuple[dict[Kind, float], float]:
+        """The CP chunks of the fullest rank, and its share of all tokens."""
+        fullest = self.fullest(length) / self.seq_starts[-1]
+        kinds: dict[Kind, float] = {}
         for tokens, count in self.groups:
             cells = -(-tokens // length)
-            kinds = [(_chunks(tokens - (cells - 1) * length), cells == 1, True, count)]
+            own = [(Kind(_chunks(tokens - (cells - 1) * length), cells == 1, True), 1)]
             if cells > 1:
-                kinds.append((_chunks(length), True, False, count))
+                own.append((Kind(_chunks(length), True, False), 1))
             if cells > 2:
-                kinds.append((_chunks(length), False, False, count * (cells - 2)))
-            for chunks, is_first, is_last, times in kinds:
-                item = self.model.item(chunks, is_first, is_last)
-                items.append(item._replace(t=item.t * times, scan=item.scan * times, prefill=item.prefill * times))
-        fullest = self.fullest(length) / self.seq_starts[-1]
-        return sum(self.model.stages(items, fullest)) + self.fixup_seconds(length, fullest)
+                own.append((Kind(_chunks(length), False, False), cells - 2))
+            for kind, times in own:
+                kinds[kind] = kinds.get(kind, 0.0) + times * count * fullest
+        return kinds, fullest
 
     def fullest(self, length: int) -> int:
         """Tokens of the rank that has most."""
@@ -125,7 +162,7 @@ class _Search:
         return max(tokens_of)
 
     def fixup_seconds(self, length: int, fullest: float) -> float:
-        model, zigzag = self.model, self.ownership == "zigzag"
+        model, zigzag = self.models[0], self.ownership == "zigzag"
         hops = depth = 0
         crossing = local = handed_on = 0.0  # maps, maps, states
         for tokens, count in self.groups:

@@ -1,153 +1,21 @@
-"""The cost model: a stage takes launches · α + work / β, a message α + bytes / β.  Everything in seconds and bytes.
-
-`PROFILES["h200"]` is fitted so that one map a rank at 32 heads of 128 costs what the design's table says (within 20 %).
-"""
+"""The cost of fixups (a message takes α + bytes / β), and of whole plans.  Everything in seconds and bytes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from gdncp.plan.checks import CHUNK
-from gdncp.plan.model import CpChunk, Segment
+from gdncp.plan.model import Segment
+from gdncp.plan.profiles import CostProfile
+from gdncp.plan.stage_model import Kind, StageModel
 
 if TYPE_CHECKING:
     from gdncp.plan.prefill_plan import PrefillPlan
 
 STAGES = ("precompute_t", "precompute_mn", "state_fixup", "cp_prefill")
-
-
-@dataclass(frozen=True)
-class CostProfile:
-    """What one machine takes.  "One tile" is a 64-token chunk of one head with head_dim 128, on one worker."""
-
-    name: str
-    workers: int  # tiles worked on side by side: SMs of a GPU; 1 where one call uses the whole device
-    launch_s: float  # starting a stage
-    tile_t_s: float  # stage 1
-    tile_n_s: float  # stage 2, the scan of N
-    tile_m_s: float  # stage 2, the scan of M
-    tile_prefill_s: float  # stage 4
-    fold_launch_s: float  # starting one step of a fold
-    fold_head_s: float  # folding one map of one head into a state
-    collective_s: float  # starting a collective
-    message_s: float  # one message between ranks of a node
-    bytes_per_s: float  # of one rank, within a node
-    ranks_per_node: int
-    node_message_s: float  # one message between nodes
-    node_peer_s: float  # one more peer of an all-to-all between nodes
-    node_bytes_per_s: float  # of one rank, between nodes
-
-
-PROFILES = {
-    profile.name: profile
-    for profile in (
-        # the torch backend on one core (measured, within a factor of two), gloo over the loopback
-        CostProfile(
-            name="cpu",
-            workers=1,
-            launch_s=1e-3,
-            tile_t_s=3e-4,
-            tile_n_s=4e-4,
-            tile_m_s=4e-4,
-            tile_prefill_s=6e-4,
-            fold_launch_s=2e-5,
-            fold_head_s=1.5e-4,
-            collective_s=5e-4,
-            message_s=2e-4,
-            bytes_per_s=1e9,
-            ranks_per_node=1 << 30,  # one node
-            node_message_s=2e-4,
-            node_peer_s=1e-4,
-            node_bytes_per_s=1e9,
-        ),
-        # Hopper, captured; NVLink within 8 GPUs, 400 Gb/s a GPU between nodes
-        CostProfile(
-            name="h200",
-            workers=132,
-            launch_s=4e-6,
-            tile_t_s=1.0e-6,
-            tile_n_s=1.2e-6,
-            tile_m_s=1.5e-6,
-            tile_prefill_s=2.1e-6,
-            fold_launch_s=2e-6,
-            fold_head_s=2.1e-7,
-            collective_s=12e-6,
-            message_s=5e-6,
-            bytes_per_s=400e9,
-            ranks_per_node=8,
-            node_message_s=10e-6,
-            node_peer_s=3.6e-6,
-            node_bytes_per_s=50e9,
-        ),
-    )
-}
-
-
-# ---- stages 1, 2 and 4
-
-
-class ItemCost(NamedTuple):
-    """A CP chunk's cost over all heads, in seconds of one worker; `_run`: its longest head, on one worker."""
-
-    t: float
-    scan: float
-    scan_run: float
-    prefill: float
-    prefill_run: float
-
-
-class StageModel:
-    """Costs of the stages that compute, for one layer shape; asks each distinct CP chunk once."""
-
-    def __init__(
-        self,
-        profile: CostProfile,
-        num_heads: int,
-        head_dim: int,
-        head_half_lives: Sequence[float] | None = None,
-        forget_below: float | None = None,
-    ) -> None:
-        self.profile = profile
-        self.num_heads = num_heads
-        self.head_dim = head_dim
-        self.scale = (head_dim / 128) ** 2
-        bits = -math.log2(2.0**-24 if forget_below is None else forget_below) if forget_below != 0 else math.inf
-        # the tokens after which a head has forgotten
-        self.memory = [half_life * bits for half_life in head_half_lives or [math.inf] * num_heads]
-        self._known: dict[tuple[int, bool, bool], ItemCost] = {}
-
-    def item(self, num_chunks: int, is_first: bool, is_last: bool) -> ItemCost:
-        key = (num_chunks, is_first, is_last)
-        if key not in self._known:
-            self._known[key] = self._item(*key)
-        return self._known[key]
-
-    def _item(self, num_chunks: int, is_first: bool, is_last: bool) -> ItemCost:
-        profile, heads = self.profile, self.num_heads
-        t, prefill = num_chunks * profile.tile_t_s, num_chunks * profile.tile_prefill_s
-        scans = []
-        for memory in self.memory if not is_last else []:
-            forgets = memory < num_chunks * CHUNK
-            read = math.ceil(memory / CHUNK) if forgets else num_chunks
-            with_m = not (is_first or forgets)
-            scans.append(read * (profile.tile_n_s + with_m * profile.tile_m_s))
-        costs = (heads * t, sum(scans), max(scans, default=0.0), heads * prefill, prefill)
-        return ItemCost(*(self.scale * cost for cost in costs))
-
-    def stages(self, items: Iterable[ItemCost], share: float = 1.0) -> tuple[float, float, float]:
-        """(precompute_t, precompute_mn, cp_prefill) of a rank that has these CP chunks, or `share` of them."""
-        t, scan, scan_run, prefill, prefill_run = (list(column) for column in zip(*items, strict=True))
-        return (
-            self._stage(sum(t) * share, 0.0),
-            self._stage(sum(scan) * share, max(scan_run)),
-            self._stage(sum(prefill) * share, max(prefill_run)),
-        )
-
-    def _stage(self, work: float, run: float) -> float:
-        return self.profile.launch_s + max(work / self.profile.workers, run) if work else 0.0
 
 
 # ---- stage 3
@@ -295,20 +163,18 @@ def _tree_bytes(plan: PrefillPlan, state_bytes: int) -> tuple[int, ...]:
 
 def predict(plan: PrefillPlan) -> dict[str, tuple[float, ...]]:
     """Stage -> seconds per rank.  A rank's fixup ends with the slowest one's, except where it takes no part."""
-    profile = plan.profile
-    model = StageModel(profile, plan.num_state_heads, plan.head_dim, plan.head_half_lives, plan.forget_below)
+    profile, heads = plan.profile, plan.num_state_heads
+    model = StageModel(profile, heads, plan.num_k_heads, plan.head_dim, plan.head_half_lives, plan.forget_below)
     crossing = plan.fixup_seconds[plan.fixup] if plan.crosses_ranks else 0.0
     columns = []
     for rank in range(plan.world_size):
         share = plan.rank_plan(rank)
-        items = [_item_cost(model, item) for item in share.items if item.num_tokens]
-        t, mn, prefill = model.stages(items) if items else (0.0, 0.0, 0.0)
+        kinds = Counter(
+            Kind(-(-item.num_tokens // CHUNK), item.is_first, item.is_last) for item in share.items if item.num_tokens
+        )
+        t, mn, prefill = model.seconds(kinds)
         takes_part = any(s.previous is not None or s.next is not None for s in share.segments)
         local = [s.num_items - 1 for s in share.segments if s.previous is None and s.next is None]
-        fold = fold_seconds(profile, max(local, default=0), sum(local), plan.num_state_heads, plan.head_dim)
+        fold = fold_seconds(profile, max(local, default=0), sum(local), heads, plan.head_dim)
         columns.append((t, mn, fold + takes_part * crossing, prefill))
     return dict(zip(STAGES, zip(*columns, strict=True), strict=True))
-
-
-def _item_cost(model: StageModel, item: CpChunk) -> ItemCost:
-    return model.item(-(-item.num_tokens // CHUNK), item.is_first, item.is_last)

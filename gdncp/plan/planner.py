@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from gdncp.plan import checks, choose, cost, layout
 from gdncp.plan.model import TokenRun
 from gdncp.plan.prefill_plan import PrefillPlan
+from gdncp.plan.profiles import PROFILES, CostProfile
+from gdncp.plan.stage_model import StageModel
 
 
 def plan_prefill(
@@ -26,7 +28,7 @@ def plan_prefill(
     head_half_lives: Sequence[float] | None = None,
     forget_below: float | None = None,
     require_reproducible: bool = False,
-    profile: str | cost.CostProfile = "cpu",
+    profile: str | CostProfile = "cpu",
 ) -> PrefillPlan:
     """Plan a prefill of packed sequences over `world_size` ranks.
 
@@ -43,10 +45,13 @@ def plan_prefill(
         fixup: "chain", "all_gather", "head_sharded", "tree", or "auto": the cheapest by the cost model. Where no
             sequence crosses ranks it is "local".
         lanes_per_rank: CUDA streams (or in-process lanes) to divide a rank's CP chunks among. Never changes bits.
-        head_half_lives: tokens in which each state head's gates halve a state, as far as the host knows.
+        head_half_lives: tokens in which each state head's gates halve a state, as far as the host knows. None: times
+            are predicted as if no head forgot, and the CP chunk length is the best on average over that and over
+            half-lives from 4 to 16384 tokens.
         forget_below: the bound below which what entered a CP chunk counts as forgotten; None: by dtype; 0: never.
-        require_reproducible: "auto" leaves out "tree", which associates maps by rank.
-        profile: costs by which to choose and predict: the name of one in `gdncp.plan.cost.PROFILES`, or your own.
+        require_reproducible: "auto" leaves out "tree", which associates maps by rank, and a CP chunk length that is
+            chosen does not depend on the world size.
+        profile: costs by which to choose and predict: the name of one in `gdncp.plan.PROFILES`, or your own.
 
     Raises:
         ValueError: naming the argument, what was given and what is allowed.
@@ -64,8 +69,8 @@ def plan_prefill(
         head_half_lives = checks.half_lives(head_half_lives, max(heads))
     if forget_below is not None:
         forget_below = checks.forget_bound(forget_below)
-    if not isinstance(profile, cost.CostProfile):
-        profile = cost.PROFILES[checks.word("profile", profile, tuple(cost.PROFILES))]
+    if not isinstance(profile, CostProfile):
+        profile = PROFILES[checks.word("profile", profile, tuple(PROFILES))]
     if isinstance(ownership, str):
         checks.word("ownership", ownership, checks.OWNERSHIPS, " or [[(start, stop), ...] per rank]")
     else:
@@ -74,12 +79,15 @@ def plan_prefill(
     seq_starts = layout.sequence_starts(lengths)
     requested = cp_chunk_len
     if requested is None:
-        model = cost.StageModel(profile, max(heads), head_dim, head_half_lives, forget_below)
+        gates: list[Sequence[float] | None] = [head_half_lives]
+        if head_half_lives is None and forget_below != 0:
+            gates.append(choose.typical_half_lives(max(heads)))
+        models = [StageModel(profile, max(heads), heads[1], head_dim, half_lives, forget_below) for half_lives in gates]
         cp_chunk_len = choose.choose_cp_chunk_len(
             lengths,
             world_size,
             ownership,
-            model,
+            models,
             lanes_per_rank=lanes,
             fixup=fixup,
             require_reproducible=require_reproducible,

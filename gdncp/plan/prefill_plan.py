@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from gdncp.plan import cost, layout
 from gdncp.plan.model import CpChunk, RankPlan, Segment, TokenRun
+from gdncp.plan.profiles import CostProfile
 
 PLAN_FORMAT = 1  # part of the digest: raise it whenever the same inputs begin to give other tables
 
@@ -38,7 +39,7 @@ class PrefillPlan:
     head_half_lives: tuple[float, ...] | None  # tokens
     forget_below: float | None  # None: the default of the inputs' dtype
     require_reproducible: bool
-    profile: cost.CostProfile
+    profile: CostProfile
     runs: tuple[TokenRun, ...]  # who holds which tokens, in token order
     segments: tuple[Segment, ...]  # over all ranks: sequences in order, then segments in order
 

@@ -1,0 +1,125 @@
+"""What the stages that compute take, by the schedule of their units on a profile's workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from gdncp.plan.checks import CHUNK
+from gdncp.plan.list_schedule import Workers
+from gdncp.plan.profiles import CostProfile
+
+_INTERLEAVED = (
+    4  # equal CP chunks are scheduled in at most so many parts, in which heads that read more and less alternate
+)
+
+
+class Kind(NamedTuple):
+    """CP chunks that cost the same."""
+
+    num_chunks: int
+    is_first: bool
+    is_last: bool
+
+
+class StageSeconds(NamedTuple):
+    precompute_t: float
+    precompute_mn: float
+    cp_prefill: float
+
+
+class Units(NamedTuple):
+    number: int
+    seconds: float
+
+
+class StageModel:
+    """Costs of stages 1, 2 and 4 for one layer shape."""
+
+    def __init__(
+        self,
+        profile: CostProfile,
+        num_heads: int,
+        num_k_heads: int,
+        head_dim: int,
+        head_half_lives: Sequence[float] | None = None,
+        forget_below: float | None = None,
+    ) -> None:
+        self.profile = profile
+        self.num_heads = num_heads
+        self.num_k_heads = num_k_heads
+        self.head_dim = head_dim
+        self.scale = (head_dim / 128) ** 2
+        bits = profile.forget_bits
+        if forget_below is not None:
+            bits = -math.log2(forget_below) if forget_below else math.inf
+        self.memories = _memories([half_life * bits for half_life in head_half_lives or [math.inf] * num_heads])
+
+    def seconds(self, kinds: Mapping[Kind, float]) -> StageSeconds:
+        """Of a rank that has so many CP chunks of each kind; counts need not be whole."""
+        t, maps, prefills = self._launches(kinds)
+        # stage 4 is launched even where stage 2 has left it nothing to do
+        return StageSeconds(t, self._schedule(maps) if maps else 0.0, self._schedule(prefills) if t else 0.0)
+
+    def least_seconds(self, kinds: Mapping[Kind, float]) -> float:
+        """A lower bound on the sum of `seconds`, without a schedule."""
+        t, *launches = self._launches(kinds)
+        for units in filter(None, launches):
+            work = sum(number * seconds for number, seconds in units)
+            t += self.profile.launch_s + max(work / self.profile.workers, max(seconds for _, seconds in units))
+        return t
+
+    def _launches(self, kinds: Mapping[Kind, float]) -> tuple[float, list[Units], list[Units]]:
+        """Seconds of stage 1, units of stage 2's launch and units of stage 4's, in the order in which they start."""
+        profile = self.profile
+        maps: list[Units] = []
+        prefills: list[Units] = []
+        chunks = 0.0
+        for kind, count in sorted(kinds.items(), reverse=True):  # longest first
+            chunks += kind.num_chunks * count
+            opens = profile.opens and kind.is_first and not kind.is_last
+            whole = self._units(count * self.num_heads, kind.num_chunks * profile.tile_prefill_s)
+            if opens:
+                maps.insert(0, whole)
+            else:
+                prefills.append(whole)
+                if not kind.is_last:
+                    maps += self._scans(kind, count)
+        if not chunks:
+            return 0.0, [], []
+        tiles = chunks * (self.num_heads * profile.tile_t_s + self.num_k_heads * profile.key_tile_t_s)
+        return profile.launch_s + self.scale * tiles / profile.workers, maps, prefills
+
+    def _scans(self, kind: Kind, count: float) -> list[Units]:
+        """Units of N, then of M, of so many CP chunks."""
+        per_read: dict[tuple[int, bool], int] = {}  # (chunks that N reads, whether M is needed) -> heads
+        for memory, heads in self.memories:
+            forgets = memory < kind.num_chunks * CHUNK
+            key = (math.ceil(memory / CHUNK) if forgets else kind.num_chunks, not (kind.is_first or forgets))
+            per_read[key] = per_read.get(key, 0) + heads
+        parts = min(max(math.floor(count), 1), _INTERLEAVED if len(per_read) > 1 else 1)
+        n = [self._units(count / parts * h, read * self.profile.tile_n_s) for (read, _), h in per_read.items()]
+        m = [
+            self._units(count / parts * h, kind.num_chunks * self.profile.tile_m_s)
+            for (_, with_m), h in per_read.items()
+            if with_m
+        ]
+        return (n + m) * parts
+
+    def _units(self, count: float, tile_seconds: float) -> Units:
+        return Units(max(round(count), 1), self.profile.unit_s + self.scale * tile_seconds)
+
+    def _schedule(self, units: Iterable[Units]) -> float:
+        workers = Workers(self.profile.workers)
+        for number, seconds in units:
+            workers.run(number, seconds)
+        return self.profile.launch_s + workers.finish
+
+
+def _memories(tokens: Sequence[float]) -> list[tuple[float, int]]:
+    """(tokens after which a head has forgotten, how many heads), longest first; heads within an octave as one."""
+    octaves: dict[int, list[float]] = {}
+    for memory in tokens:
+        octaves.setdefault(math.frexp(memory)[1] if memory < math.inf else 1 << 20, []).append(memory)
+    return [(sum(own) / len(own), len(own)) for _, own in sorted(octaves.items(), reverse=True)]
