@@ -48,6 +48,8 @@ class WorkTable:
     first_chunk: torch.Tensor  # [num_items] the item's first flat chunk
     chunk_item: torch.Tensor  # [num_chunks] flat chunk -> item
     chunk_ordinal: torch.Tensor  # [num_chunks] which chunk of its item; past the item's end: an empty chunk
+    chunk_token: torch.Tensor  # [num_chunks] first row of the chunk in the rank's token tensors
+    chunk_rows: torch.Tensor  # [num_chunks] its tokens, 64 but in a tail; 0: an empty chunk
     opens: torch.Tensor  # [num_items] bool: the item starts its sequence and passes a state on
     map_item: torch.Tensor  # [num_maps] item whose map this is
     map_row: torch.Tensor  # [num_maps] row in the rank's `AffineMaps`; the dump row (the last one) if not a real map
@@ -84,6 +86,10 @@ def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> Work
         "first_chunk": [0, *accumulate(num_chunks)][: len(items)],
         "chunk_item": [p for p, n in enumerate(num_chunks) for _ in range(n)],
         "chunk_ordinal": [c for n in num_chunks for c in range(n)],
+        "chunk_token": [c.offset + CHUNK * i for c, n in zip(chunks, num_chunks, strict=True) for i in range(n)],
+        "chunk_rows": [
+            min(CHUNK, c.num_tokens - CHUNK * i) for c, n in zip(chunks, num_chunks, strict=True) for i in range(n)
+        ],
         "opens": [int(c.is_first and not c.is_last) for c in chunks],
         "map_item": maps,
         "map_row": [rank_plan.map_rows[items[p]] for p in maps],
@@ -162,6 +168,7 @@ def from_cu_seqlens(
     chunk_item = torch.searchsorted(chunk_end, chunk, right=True).clamp(max=num_items - 1)
     first_chunk = chunk_end - chunks_of
     chunk_ordinal = chunk - first_chunk[chunk_item]
+    before = chunk_ordinal * CHUNK
 
     empty = torch.empty(0, dtype=torch.int64, device=device)
     checkpoint_item = checkpoint_tokens = checkpoint_row = empty
@@ -194,6 +201,8 @@ def from_cu_seqlens(
         first_chunk=first_chunk,
         chunk_item=chunk_item,
         chunk_ordinal=chunk_ordinal,
+        chunk_token=token_start[chunk_item] + before,
+        chunk_rows=(item_tokens[chunk_item] - before).clamp(0, CHUNK),
         opens=real & ~is_last & (ordinal == 0),
         map_item=item,
         map_row=torch.where(real & ~is_last, item, num_items),

@@ -1,4 +1,4 @@
-"""The Hopper set's fold, which is plain Triton: in the interpreter too."""
+"""The Hopper set's fold."""
 
 import pytest
 import torch
@@ -8,6 +8,8 @@ from gdncp_kernels.hopper.state_fixup import StateFold
 from tests.conftest import DEVICE
 
 HEADS, DIM = 2, 128
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.0")
 
 
 def random_maps(num_maps: int) -> AffineMaps:
@@ -30,25 +32,35 @@ def test_fold_is_fp32_and_its_rows_are_their_own():
 
 
 @pytest.mark.parametrize("idle", [0, 6], ids=["16 rows", "32 rows"])
-def test_runs_have_the_bits_of_single_folds(idle):
+@pytest.mark.parametrize("length", [2, 11])
+def test_runs_have_the_bits_of_single_folds(idle, length):
     """Three sequences on one rank: the start of one, the middle of one, and one CP chunk, which has nothing to fold.
 
-    `idle` more of the last kind are more programs than an H200 has SMs.
+    `idle` more of the last kind are more programs than an H200 has SMs; 11 steps are more than transitions in flight.
     """
-    maps, fold = random_maps(5), StateFold()
-    states = torch.randn(9, HEADS, DIM, DIM, generator=torch.Generator().manual_seed(8)).to(DEVICE)
+    maps, fold = random_maps(2 * length), StateFold()
+    num_states = 2 * length + 3
+    states = torch.randn(num_states, HEADS, DIM, DIM, generator=torch.Generator().manual_seed(8)).to(DEVICE)
     expected = states.clone()
     expected[1] = maps.local_state[0]
-    expected[2] = fold(expected[1], maps.transition[1], maps.local_state[1])
-    expected[5] = fold(expected[4], maps.transition[3], maps.local_state[3])
-    expected[6] = fold(expected[5], maps.transition[4], maps.local_state[4])
+    for row in range(1, length):
+        expected[row + 1] = fold(expected[row], maps.transition[row], maps.local_state[row])
+    second = length + 1
+    for row in range(length):
+        expected[second + row + 1] = fold(
+            expected[second + row], maps.transition[length + row], maps.local_state[length + row]
+        )
 
     def column(*x: int) -> torch.Tensor:
         return torch.tensor(x, device=DEVICE)
 
     none = [0] * idle
     runs = FoldRuns(
-        3 + idle, column(0, 4, 8, *none), column(0, 3, 0, *none), column(2, 2, 0, *none), column(1, 0, 1, *none)
+        3 + idle,
+        column(0, second, num_states - 1, *none),
+        column(0, length, 0, *none),
+        column(length, length, 0, *none),
+        column(1, 0, 1, *none),
     )
     fold.fold_runs(maps, states, runs)
     assert torch.equal(states, expected)

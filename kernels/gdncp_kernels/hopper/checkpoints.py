@@ -69,8 +69,9 @@ def _finish_kernel(
     log_decay = tl.load(gate + i)
     from_start = tl.load(gate + 64 + i)
     beta = tl.load(gate + 3 * 64 + i)
-    if L2NORM:
-        keys = keys * tl.load(key_scales + (chunk * HK + head * HK // H) * 64 + i)[:, None]
+    factor = tl.full([64], 1.0, tl.float32)
+    if L2NORM:  # of the keys; from_start has it already
+        factor = tl.load(key_scales + (chunk * HK + head * HK // H) * 64 + i)
     t = tl.load(solve + (entry * 64 + i)[:, None] * 64 + i[None, :]).to(tl.float32)
 
     at = checkpoints + (row * H + head) * DIM * DIM + in_block[None, :] * DIM + d[:, None]
@@ -79,9 +80,7 @@ def _finish_kernel(
     update = tl.dot(t, rest, input_precision="tf32x3")
     last = tl.load(gate + p - 1)
     decay = tl.exp2(tl.where(i < p, last - log_decay, float("-inf")))
-    state = tl.load(gate + 64 + p - 1) * state + tl.dot(
-        tl.trans(keys), decay[:, None] * update, input_precision="tf32x3"
-    )
+    state = tl.exp2(last) * state + tl.dot(tl.trans(keys), (decay * factor)[:, None] * update, input_precision="tf32x3")
     tl.store(at, state)
 
 

@@ -11,7 +11,8 @@ DIM = 128  # K and V
 LOG2E = gl.constexpr(1.4426950408889634)
 L2NORM_EPS = gl.constexpr(1e-6)
 
-# Stage 1 leaves four numbers per token and state head, [chunks · H, NUM_GATES, 64] fp32, in this order:
+# Stage 1 leaves four numbers per token and state head, [chunks · H, NUM_GATES, 64] fp32, in this order.  With L2 norm
+# the second and third, which multiply keys, have the keys' factors in them.
 LOG_DECAY = gl.constexpr(0)  # G: log2 of the gates summed from the chunk's start, RESET for each reset
 FROM_START = gl.constexpr(1)  # decay from the chunk's entry through the token, exp2 G
 TO_END = gl.constexpr(2)  # decay from behind the token through the chunk's last

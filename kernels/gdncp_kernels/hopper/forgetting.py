@@ -62,7 +62,7 @@ def _reach_kernel(
         values = tl.load(at, mask=live[:, None], other=0.0).to(tl.float32)
 
         entry = (first + ordinal) * H + head
-        to_end = tl.load(gates + entry * 256 + 2 * 64 + i)
+        to_end = tl.exp2(tl.load(gates + entry * 256 + 63) - tl.load(gates + entry * 256 + i))
         beta = tl.load(gates + entry * 256 + 3 * 64 + i)
         square = tl.load(keys + ((first + ordinal) * HK + head * HK // H) * 64 + i)
         if L2NORM:  # s = rsqrt(‖k‖² + ε), so that the normalised key's square is 1 − ε s²

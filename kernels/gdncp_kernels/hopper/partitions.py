@@ -118,11 +118,14 @@ def _gate(gate, which: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _query_scale(query, out, scale):
-    """out [64] = scale · the L2 norm's factor of each query row."""
+def _query_scale(query, gate, out, from_entry, scale):
+    """out [64] = scale · the L2 norm's factor of each query row; from_entry [64]: times the decay since the entry."""
     for u in gl.static_range(4):
         x = query.slice(16 * u, 16).load(ROWS_OF_A_GROUP).to(gl.float32)
-        out.slice(16 * u, 16).store(scale / gl.sqrt(gl.sum(x * x, 1) + L2NORM_EPS))
+        factor = scale / gl.sqrt(gl.sum(x * x, 1) + L2NORM_EPS)
+        out.slice(16 * u, 16).store(factor)
+        log_decay = gate.slice(LOG_DECAY * 64 + 16 * u, 16).load(gl.SliceLayout(1, ROWS_OF_A_GROUP))
+        from_entry.slice(16 * u, 16).store(factor * gl.exp2(log_decay))
 
 
 @gluon.jit
@@ -164,7 +167,9 @@ def score_partition(
                 gate = gates.index(s)
                 zeros = gl.zeros([64, 32], gl.float32, M32)
                 if L2NORM:
-                    _query_scale(queries.index(s), query_scales.index(s), scale)
+                    _query_scale(
+                        queries.index(s), gate, query_scales.index(2 * s), query_scales.index(2 * s + 1), scale
+                    )
                     barrier()
                 for half in gl.static_range(2):  # 32 keys at a time: fits this warpgroup's small share of registers
                     k = keys.index(s).slice(32 * half, 32)
@@ -175,7 +180,7 @@ def score_partition(
                     j_col = gl.arange(32 * half, 32 * half + 32, layout=C32)[None, :]
                     decay = gl.exp2(g_i[:, None] - g_j[None, :])
                     if L2NORM:
-                        decay = decay * query_scales.index(s).load(R32)[:, None]
+                        decay = decay * query_scales.index(2 * s).load(R32)[:, None]
                         decay = decay * key_scales.index(s).slice(32 * half, 32).load(C32)[None, :]
                     else:
                         decay = decay * scale
@@ -188,21 +193,12 @@ def score_partition(
 
 
 @gluon.jit
-def _key_factors(gate, key_scale, which: gl.constexpr, L2NORM: gl.constexpr):
-    x = _gate(gate, which, C64)
-    if L2NORM:
-        x = x * key_scale.load(C64)
-    return x
-
-
-@gluon.jit
 def _scan(
     S,
     keys,
     values,
     solves,
     gates,
-    key_scales,
     full,
     empty,
     clean,
@@ -210,7 +206,6 @@ def _scan(
     tail_rows,
     SLAB: gl.constexpr,
     WITH_VALUES: gl.constexpr,
-    L2NORM: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """The state after all chunks, nothing else."""
@@ -226,7 +221,7 @@ def _scan(
         pending_u = warpgroup_mma(s16, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         if WITH_VALUES:
             v = values.index(s).slice(SLAB * 64, 64, 1).permute((1, 0)).load(M64)
-        from_start = _key_factors(gate, key_scales.index(s), FROM_START, L2NORM)
+        from_start = _gate(gate, FROM_START, C64)
         beta = _gate(gate, BETA, C64)
         U = warpgroup_mma_wait(num_outstanding=0, deps=(pending_u,))
         if WITH_VALUES:
@@ -235,8 +230,8 @@ def _scan(
             w = (U * -(from_start * beta)[None, :]).to(bf16)
         w = gl.convert_layout(w, A64)
         pending_n = warpgroup_mma(w, solves.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        S = S * gate.slice(FROM_START * 64 + 63, 1).load(C128)[None, :]
-        to_end = _key_factors(gate, key_scales.index(s), TO_END, L2NORM)
+        S = S * gl.exp2(gate.slice(LOG_DECAY * 64 + 63, 1).load(C128))[None, :]
+        to_end = _gate(gate, TO_END, C64)
         N = warpgroup_mma_wait(num_outstanding=0, deps=(pending_n,))
         n16 = gl.convert_layout((N * to_end[None, :]).to(bf16), A128)
         pending_s = warpgroup_mma(n16, k, S, is_async=True)
@@ -246,13 +241,53 @@ def _scan(
 
 
 @gluon.jit
+def _halve(x):
+    """Left and right half of the columns, by renaming registers."""
+    return x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _store_columns(x, at):
+    layout: gl.constexpr = x.type.layout
+    row = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    gl.store(at + row * 128 + column, x)
+
+
+@gluon.jit
+def _store_quarter(x, at):
+    a, b = _halve(x)
+    a0, a1 = _halve(a)
+    b0, b1 = _halve(b)
+    _store_columns(a0, at)
+    _store_columns(a1, at + 8)
+    _store_columns(b0, at + 16)
+    _store_columns(b1, at + 24)
+
+
+@gluon.jit
+def _store_state(S, at):
+    """Store S [64, 128], fp32, 8 columns at a time: the addresses differ by constants from one that all threads share.
+
+    Stored whole, each of 16 groups of columns gets an offset of its own, and those stay in registers through the loop.
+    """
+    a, b = _halve(S)
+    a0, a1 = _halve(a)
+    b0, b1 = _halve(b)
+    _store_quarter(a0, at)
+    _store_quarter(a1, at + 32)
+    _store_quarter(b0, at + 64)
+    _store_quarter(b1, at + 96)
+
+
+@gluon.jit
 def _store_checkpoints(S, at, row_stride, tokens, rows, dump_row, entry, stop, position, chunks_done):
     """Store S where a checkpoint stands in the chunk that follows: right there if on its first token, else the state
     from which `checkpoints.finish` reaches it.  Returns the next entry and its position."""
     while position // 64 == chunks_done:
         row = gl.load(rows + entry)
         if row != dump_row:
-            gl.store(at + row * row_stride, S)
+            _store_state(S, at + row * row_stride)
         entry += 1
         position = gl.load(tokens + entry, mask=entry < stop, other=NO_MORE).to(gl.int32)
     return entry, position
@@ -268,7 +303,6 @@ def _prefill(
     values,
     solves,
     gates,
-    key_scales,
     scores,
     query_scales,
     staged,
@@ -322,21 +356,20 @@ def _prefill(
         pending_u = warpgroup_mma(s16, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         pending_q = warpgroup_mma(s16, queries.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
         v = values.index(s).slice(SLAB * 64, 64, 1).permute((1, 0)).load(M64)
-        from_start = _key_factors(gate, key_scales.index(s), FROM_START, L2NORM)
+        from_start = _gate(gate, FROM_START, C64)
         U = warpgroup_mma_wait(num_outstanding=1, deps=(pending_u,))
         w = (v.to(gl.float32) - U * from_start[None, :]) * _gate(gate, BETA, C64)[None, :]
         w = gl.convert_layout(w.to(bf16), A64)
         pending_n = warpgroup_mma(w, solves.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        S = S * gate.slice(FROM_START * 64 + 63, 1).load(C128)[None, :]
-        from_entry = _gate(gate, FROM_START, C64)
+        S = S * gl.exp2(gate.slice(LOG_DECAY * 64 + 63, 1).load(C128))[None, :]
         if L2NORM:
             mbarrier.wait(scored.index(s), (i // STAGES) & 1)
-            from_entry = from_entry * query_scales.index(s).load(C64)
+            from_entry = query_scales.index(2 * s + 1).load(C64)
         else:
-            from_entry = from_entry * scale
+            from_entry = _gate(gate, FROM_START, C64) * scale
         out = warpgroup_mma_wait(num_outstanding=1, deps=(pending_q,))
         out = out * from_entry[None, :]
-        to_end = _key_factors(gate, key_scales.index(s), TO_END, L2NORM)
+        to_end = _gate(gate, TO_END, C64)
         N = warpgroup_mma_wait(num_outstanding=0, deps=(pending_n,))
         n16 = gl.convert_layout((N * to_end[None, :]).to(bf16), A128)
         pending_s = warpgroup_mma(n16, k, S, is_async=True)
@@ -358,11 +391,12 @@ def _prefill(
             store_tile(output_map, [at, head * 128 + SLAB * 64], stage)
         else:
             barrier()
-            x = stage.load(OUT_ROWS)
-            row = gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_ROWS))
-            column = SLAB * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT_ROWS))
+            row = gl.arange(0, 16, layout=gl.SliceLayout(1, OUT_ROWS))[:, None]
+            column = SLAB * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT_ROWS))[None, :]
             base = output + (at.to(gl.int64) * H + head) * 128
-            gl.store(base + row[:, None] * (H * 128) + column[None, :], x, mask=(row < tail_rows)[:, None])
+            for u in gl.static_range(4):
+                x = stage.slice(16 * u, 16).load(OUT_ROWS)
+                gl.store(base + (16 * u + row) * (H * 128) + column, x, mask=16 * u + row < tail_rows)
         if checkpoint_at is not None:
             checkpoint_entry, position = _store_checkpoints(
                 S,
@@ -389,7 +423,6 @@ def state_partition(
     values,
     solves,
     gates,
-    key_scales,
     scores,
     query_scales,
     staged,
@@ -439,7 +472,6 @@ def state_partition(
                 values,
                 solves,
                 gates,
-                key_scales,
                 scores,
                 query_scales,
                 staged,
@@ -447,7 +479,7 @@ def state_partition(
                 empty,
                 scored,
                 clean,
-                checkpoints + head * 16384 + offset if checkpoints is not None else None,
+                checkpoints + head * 16384 + SLAB * 8192 if checkpoints is not None else None,
                 checkpoint_tokens,
                 checkpoint_row,
                 checkpoint_dump,
@@ -471,7 +503,6 @@ def state_partition(
                 values,
                 solves,
                 gates,
-                key_scales,
                 full,
                 empty,
                 clean,
@@ -479,7 +510,6 @@ def state_partition(
                 tail_rows,
                 SLAB,
                 True,
-                L2NORM,
                 STAGES,
             )
         if kind == TRANSITION:
@@ -489,7 +519,6 @@ def state_partition(
                 values,
                 solves,
                 gates,
-                key_scales,
                 full,
                 empty,
                 clean,
@@ -497,8 +526,7 @@ def state_partition(
                 tail_rows,
                 SLAB,
                 False,
-                L2NORM,
                 STAGES,
             )
     if leaves != 0:
-        gl.store(exit_at + offset, S)
+        _store_state(S, exit_at + SLAB * 8192)

@@ -84,22 +84,26 @@ def _accurate_log2(x):
 
 @gluon.jit
 def _load_gates(gate, beta, token, rows, H, head, LOG_SPACE: gl.constexpr):
-    """[64] log2 gate (RESET for resets, 0 past the chunk) and beta (0 past the chunk) of a chunk's tokens."""
+    """[64] gates as given (no decay past the chunk) and betas (0 past the chunk) of a chunk's tokens."""
     i = gl.arange(0, 64, layout=TOKENS)
     at = (token + i) * H + head
-    log_alpha = gl.zeros([64], gl.float32, TOKENS)
+    alpha = gl.full([64], 0.0 if LOG_SPACE else 1.0, gl.float32, TOKENS)
     if gate is not None:
-        if LOG_SPACE:
-            x = gl.load(gate + at, mask=i < rows, other=0.0)
-            log_alpha = gl.where(x < SMALLEST_LOG_GATE, RESET, x * LOG2E)
-        else:
-            x = gl.load(gate + at, mask=i < rows, other=1.0)
-            log_alpha = gl.where(x < SMALLEST_GATE, RESET, _accurate_log2(x))
+        alpha = gl.load(gate + at, mask=i < rows, other=0.0 if LOG_SPACE else 1.0)
     if beta is not None:
         b = gl.load(beta + at, mask=i < rows, other=0.0)
     else:
         b = gl.where(i < rows, 1.0, 0.0)
-    return log_alpha, b
+    return alpha, b
+
+
+@gluon.jit
+def _log2_gates(alpha, LOG_SPACE: gl.constexpr):
+    """log2 of gates as given, RESET for resets."""
+    if LOG_SPACE:
+        return gl.where(alpha < SMALLEST_LOG_GATE, RESET, alpha * LOG2E)
+    else:
+        return gl.where(alpha < SMALLEST_GATE, RESET, _accurate_log2(alpha))
 
 
 @gluon.jit
@@ -173,10 +177,8 @@ def precompute_t_kernel(
     gates,
     key_out,
     growth,
-    token_start,
-    num_tokens,
-    chunk_item,
-    chunk_ordinal,
+    chunk_token,
+    chunk_rows,
     H,
     HK,
     LOG_SPACE: gl.constexpr,
@@ -185,10 +187,8 @@ def precompute_t_kernel(
     """Grid (chunks · HK,), one warp each.  Maps: see `tensor_maps`; solve, gates and growth: see `Tiles`."""
     chunk = gl.program_id(0) // HK
     key_head = gl.program_id(0) % HK
-    item = gl.load(chunk_item + chunk)
-    before = gl.load(chunk_ordinal + chunk) * 64
-    token = gl.load(token_start + item) + before
-    rows = gl.minimum(gl.load(num_tokens + item) - before, 64).to(gl.int32)
+    token = gl.load(chunk_token + chunk)
+    rows = gl.load(chunk_rows + chunk).to(gl.int32)
     if rows <= 0:
         return
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -204,7 +204,7 @@ def precompute_t_kernel(
 
     group = H // HK
     first_head = key_head * group
-    log_alpha, b = _load_gates(gate, beta, token, rows, H, first_head, LOG_SPACE)
+    alpha, b = _load_gates(gate, beta, token, rows, H, first_head, LOG_SPACE)
     i64 = gl.arange(0, 64, layout=TOKENS)
     row = gl.arange(0, 16, layout=ROW)[:, None]
     col = gl.arange(0, 16, layout=COL)[None, :]
@@ -250,7 +250,7 @@ def precompute_t_kernel(
 
     for n in range(group):
         entry = chunk * H + first_head + n
-        log64 = gl.associative_scan(log_alpha.to(gl.float64), 0, add)
+        log64 = gl.associative_scan(_log2_gates(alpha, LOG_SPACE).to(gl.float64), 0, add)
         log_decay = log64.to(gl.float32)
         g.store(log_decay)
         w.store(b * key if L2NORM else b)
@@ -259,8 +259,13 @@ def precompute_t_kernel(
 
         out = gates + entry.to(gl.int64) * (4 * 64) + i64
         gl.store(out + LOG_DECAY * 64, log_decay)
-        gl.store(out + FROM_START * 64, gl.exp2(log_decay))
-        gl.store(out + TO_END * 64, gl.exp2(total - log_decay))
+        from_start = gl.exp2(log_decay)
+        to_end = gl.exp2(total - log_decay)
+        if L2NORM:  # both multiply keys
+            from_start = from_start * key
+            to_end = to_end * key
+        gl.store(out + FROM_START * 64, from_start)
+        gl.store(out + TO_END * 64, to_end)
         gl.store(out + BETA * 64, b)
         # a_t = α_t max(1, |1 − β_t ‖k_t‖²|), rounded up: 128 fp32 additions made ‖k‖², log2 is off by 2e-7
         along = b * square
@@ -270,7 +275,7 @@ def precompute_t_kernel(
         gl.store(growth + entry + gl.arange(0, 1, layout=TOKENS), total + stretch_log + slack)
 
         following = first_head + gl.minimum(n + 1, group - 1)  # its gates travel while this head is inverted
-        log_alpha, b = _load_gates(gate, beta, token, rows, H, following, LOG_SPACE)
+        alpha, b = _load_gates(gate, beta, token, rows, H, following, LOG_SPACE)
 
         X0, _, t0 = _invert_diagonal(k00, g, w, norm, 0, row, col, eye, zeros, L2NORM)
         X1, x1, t1 = _invert_diagonal(k11, g, w, norm, 1, row, col, eye, zeros, L2NORM)
@@ -334,10 +339,8 @@ def precompute_t(inputs: TokenInputs, table: WorkTable) -> Tiles:
             tiles.gates,
             tiles.keys,
             tiles.growth,
-            table.token_start,
-            table.num_tokens,
-            table.chunk_item,
-            table.chunk_ordinal,
+            table.chunk_token,
+            table.chunk_rows,
             num_heads,
             num_k_heads,
             inputs.gate_space == "log",

@@ -210,7 +210,7 @@ def recurrence_kernel(
         queries = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], tile)
         scores = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
         staged = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tile)
-        query_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 64], plain)
+        query_scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], plain)
     else:
         queries = keys
         scores = solves
@@ -243,7 +243,6 @@ def recurrence_kernel(
                     values,
                     solves,
                     gates,
-                    key_scales,
                     scores,
                     query_scales,
                     staged,
@@ -286,7 +285,6 @@ def recurrence_kernel(
                     values,
                     solves,
                     gates,
-                    key_scales,
                     scores,
                     query_scales,
                     staged,

@@ -1,7 +1,9 @@
 """Stage 3's arithmetic, the fold  out [V', K] = state [V', K] · transition [K, K] + local_state [V', K].
 
-fp32 operands as three products of tf32 halves, 16 rows to a program, one order of summation whatever else is in the
-call: a fixup may cut V at multiples of 16 rows, and fold maps one at a time or many in one launch, for the same bits.
+fp32 operands in halves that tensor cores take (tf32), three products for one, and one order of summation whatever else
+is in the call: a fixup may cut V at multiples of 16 rows, and fold maps one at a time or many in one launch, for the
+same bits.  A step of a run costs about what its 64 KiB transition takes from L2: transitions travel ahead of the fold
+by TMA, the state stays in shared memory, and each warp makes 16 columns of the next one.
 """
 
 from __future__ import annotations
@@ -9,75 +11,145 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
-import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
+from gdncp_kernels.hopper import tensor_maps
+from gdncp_kernels.hopper.common import barrier, load_tile
 from gdncp_kernels.hopper.launch import Launcher
 
 if TYPE_CHECKING:
     from gdncp.backends.base import AffineMaps, FoldRuns
 
-DIM = tl.constexpr(128)
-ROWS = tl.constexpr(16)
-WARPS = 8  # with four, registers spill
-SMS = 132  # one program of eight warps each: its registers fill an SM
-RING = 3  # maps on their way while one is folded
+DIM = 128
+BLOCK_ROWS = 16
+WARPS = 8
+SMS = 132  # one program each: its ring fills an SM's shared memory
+RING = 3  # transitions on their way or in use
+
+ACC = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 8], [16, 8]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 8], [16, 8]), 1))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 8], [16, 8]), 1))
+ROW = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 8], [16, 8])))
+COL = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 8], [16, 8])))
+COPY = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
+TRANSITION = gl.constexpr(gl.NVMMASharedLayout(128, 32))
+STATE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))  # free of bank conflicts for LEFT
+TRANSITION_BYTES = gl.constexpr(128 * 128 * 4)
 
 
-@triton.jit
+@gluon.jit
+def _halves(x):
+    """x as high + low: high rounded to tf32's 11 bits, low what is left, of which tf32 keeps another 11."""
+    high = ((x.to(gl.int32, bitcast=True) + 0x1000) & -0x2000).to(gl.float32, bitcast=True)
+    return high, x - high
+
+
+@gluon.jit
 def _fold(state, transition, local_state):
-    """[16, 128] state · transition + local_state of one map; transition and local_state are pointers to the tiles."""
-    return tl.dot(state, tl.load(transition), tl.load(local_state), input_precision="tf32x3")
+    """[ROWS, 128] in ACC: state (shared memory) · transition (shared memory) + local_state (ACC)."""
+    high = gl.zeros_like(local_state)
+    low = gl.zeros_like(local_state)
+    for u in gl.static_range(4):
+        a_high, a_low = _halves(state.slice(32 * u, 32, 1).load(LEFT))
+        b_high, b_low = _halves(transition.slice(32 * u, 32).load(RIGHT))
+        low = mma_v2(a_low, b_high, low, input_precision="tf32")
+        low = mma_v2(a_high, b_low, low, input_precision="tf32")
+        high = mma_v2(a_high, b_high, high, input_precision="tf32")
+    return high + low + local_state
 
 
-@triton.jit(do_not_specialize=["state_batch", "transition_batch", "local_batch", "NUM_BLOCKS"])
-def _fold_kernel(state, transition, local_state, out, state_batch, transition_batch, local_batch, NUM_BLOCKS):
-    """One program per (batch, 16 rows)."""
-    block = tl.program_id(0) % NUM_BLOCKS
-    batch = (tl.program_id(0) // NUM_BLOCKS).to(tl.int64)
-    column = tl.arange(0, DIM)[None, :]
-    rows = (block * ROWS + tl.arange(0, ROWS))[:, None] * DIM + column
-    square = tl.arange(0, DIM)[:, None] * DIM + column
-    s = tl.load(state + batch * state_batch + rows)
-    s = _fold(s, transition + batch * transition_batch + square, local_state + batch * local_batch + rows)
-    tl.store(out + batch * NUM_BLOCKS * ROWS * DIM + rows, s)
+@gluon.jit
+def _load(transition_map, row, full, tile, wanted):
+    mbarrier.expect(full, TRANSITION_BYTES, pred=wanted)
+    load_tile(transition_map, [row, 0], full, tile, pred=wanted)
 
 
-@triton.jit(do_not_specialize=["H"])
-def _fold_runs_kernel(
-    transition, local_state, entry_states, entry_row, map_row, num_steps, starts, H, ROWS: tl.constexpr
+@gluon.jit(do_not_specialize=["state_batch", "transition_batch", "local_batch", "NUM_BLOCKS"])
+def fold_kernel(state, transition, local_state, out, state_batch, transition_batch, local_batch, NUM_BLOCKS):
+    """One program per (batch, 16 rows); pointers to fp32 [.., 128], strides of the batch in elements."""
+    block = gl.program_id(0) % NUM_BLOCKS
+    batch = (gl.program_id(0) // NUM_BLOCKS).to(gl.int64)
+    row = block * 16 + gl.arange(0, 16, layout=ROW)
+    at = row[:, None] * 128 + gl.arange(0, 128, layout=COL)[None, :]
+    tile = gl.allocate_shared_memory(gl.float32, [128, 128], TRANSITION)
+    held = gl.allocate_shared_memory(gl.float32, [16, 128], STATE)
+    held.store(gl.load(state + batch * state_batch + at))
+    i = gl.arange(0, 128, layout=gl.SliceLayout(1, COPY))[:, None]
+    j = gl.arange(0, 128, layout=gl.SliceLayout(0, COPY))[None, :]
+    tile.store(gl.load(transition + batch * transition_batch + i * 128 + j))
+    n = gl.load(local_state + batch * local_batch + at)
+    barrier()
+    gl.store(out + batch * NUM_BLOCKS * 2048 + at, _fold(held, tile, n))
+
+
+@gluon.jit(do_not_specialize=["H"])
+def fold_runs_kernel(
+    transition_map,
+    local_state,
+    entry_states,
+    entry_row,
+    map_row,
+    num_steps,
+    starts,
+    H,
+    ROWS: gl.constexpr,
+    RING: gl.constexpr,
 ):
-    """One program per (run, head, ROWS rows); a row's bits are the same with 16 and 32."""
-    block = tl.program_id(0) % (DIM // ROWS)
-    head = tl.program_id(0) // (DIM // ROWS) % H
-    run = tl.program_id(0) // (DIM // ROWS * H)
-    steps = tl.load(num_steps + run)
+    """One program per (run, head, ROWS rows) of `gdncp.backends.base.FoldRuns`; a row's bits do not depend on ROWS."""
+    block = gl.program_id(0) % (128 // ROWS)
+    head = gl.program_id(0) // (128 // ROWS) % H
+    run = gl.program_id(0) // (128 // ROWS * H)
+    steps = gl.load(num_steps + run).to(gl.int32)
     if steps > 0:
-        stride = H.to(tl.int64) * DIM * DIM
-        column = tl.arange(0, DIM)[None, :]
-        rows = (block * ROWS + tl.arange(0, ROWS))[:, None] * DIM + column
-        square = tl.arange(0, DIM)[:, None] * DIM + column
-        entry = entry_states + tl.load(entry_row + run) * stride + head * DIM * DIM + rows
-        at = tl.load(map_row + run) * stride + head * DIM * DIM
-        if tl.load(starts + run) != 0:  # the first map begins its sequence: its local state is its exit state
-            s = tl.load(local_state + at + rows)
-            tl.store(entry + stride, s)
-            done = 1
+        stride = H.to(gl.int64) * 16384
+        row = block * ROWS + gl.arange(0, ROWS, layout=ROW)
+        at = row[:, None] * 128 + gl.arange(0, 128, layout=COL)[None, :]
+        first_map = gl.load(map_row + run)
+        entry = entry_states + gl.load(entry_row + run) * stride + head * 16384 + at
+        local = local_state + first_map * stride + head * 16384 + at
+        tile_row = ((first_map * H + head) * 128).to(gl.int32)
+
+        ring = gl.allocate_shared_memory(gl.float32, [RING, 128, 128], TRANSITION)
+        held = gl.allocate_shared_memory(gl.float32, [ROWS, 128], STATE)
+        full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+        for s in gl.static_range(RING):
+            mbarrier.init(full.index(s), count=1)
+        # the first map of a sequence: its local state is its exit state, and its transition is not read
+        begins = (gl.load(starts + run) != 0).to(gl.int32)
+        for s in gl.static_range(RING):
+            ahead = begins + s
+            _load(transition_map, tile_row + ahead * H * 128, full.index(s), ring.index(s), ahead < steps)
+        if begins != 0:
+            S = gl.load(local)
+            gl.store(entry + stride, S)
         else:
-            s = tl.load(entry)
-            done = 0
-        for step in range(done, steps):
-            s = _fold(s, transition + at + step * stride + square, local_state + at + step * stride + rows)
-            tl.store(entry + (step + 1) * stride, s)
+            S = gl.load(entry)
+        held.store(S)
+        barrier()
+        for step in range(begins, steps):
+            n = gl.load(local + step * stride)
+            i = step - begins
+            slot = i % RING
+            mbarrier.wait(full.index(slot), (i // RING) & 1)
+            S = _fold(held, ring.index(slot), n)
+            barrier()  # all have read the state and the transition
+            ahead = step + RING
+            _load(transition_map, tile_row + ahead * H * 128, full.index(slot), ring.index(slot), ahead < steps)
+            held.store(S)
+            gl.store(entry + (step + 1) * stride, S)
+            barrier()
 
 
-_launch_runs = Launcher(_fold_runs_kernel, num_warps=WARPS, num_stages=RING)
+_launch = Launcher(fold_kernel, num_warps=WARPS)
+_launch_runs = Launcher(fold_runs_kernel, num_warps=WARPS)
 
 
 class StateFold:
     """`gdncp.backends.base.Fold` and `RunFold` for K = 128."""
 
-    block_rows: int = ROWS.value
+    block_rows: int = BLOCK_ROWS
 
     def __call__(self, state: torch.Tensor, transition: torch.Tensor, local_state: torch.Tensor) -> torch.Tensor:
         num_rows = state.shape[-2]
@@ -88,21 +160,19 @@ class StateFold:
             s, m, n = (_as_batch(x) for x in (state, transition, local_state))
             num_blocks = num_rows // self.block_rows
             with torch.cuda.device_of(out):
-                _fold_kernel[(s.shape[0] * num_blocks,)](
-                    s, m, n, out, s.stride(0), m.stride(0), n.stride(0), num_blocks, num_warps=WARPS
-                )
+                _launch(s.shape[0] * num_blocks, s, m, n, out, s.stride(0), m.stride(0), n.stride(0), num_blocks)
         return out
 
     def fold_runs(self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns) -> None:
         num_heads = entry_states.shape[1]
-        num_rows = runs.num_runs * num_heads * DIM.value
-        # one wave where that is possible: a map's operands are split in halves once per program
-        rows = ROWS.value if num_rows <= SMS * ROWS.value else 2 * ROWS.value
+        num_rows = runs.num_runs * num_heads * DIM
+        # one wave where that is possible: every program reads whole transitions
+        rows = BLOCK_ROWS if num_rows <= SMS * BLOCK_ROWS else 2 * BLOCK_ROWS
         if runs.num_runs:
             with torch.cuda.device_of(entry_states):
                 _launch_runs(
                     num_rows // rows,
-                    maps.transition,
+                    tensor_maps.transitions(maps.transition),
                     maps.local_state,
                     entry_states,
                     runs.entry_row,
@@ -111,6 +181,7 @@ class StateFold:
                     runs.starts,
                     num_heads,
                     rows,
+                    RING,
                 )
 
 

@@ -9,8 +9,9 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+SWIZZLED_FP32 = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 FLAT = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-TOKEN_BOX, SQUARE_BOX, GATE_BOX, KEY_BOX = (64, 128), (64, 64), (1, 256), (1, 64)
+TOKEN_BOX, SQUARE_BOX, TRANSITION_BOX, GATE_BOX, KEY_BOX = (64, 128), (64, 64), (128, 128), (1, 256), (1, 64)
 
 
 @lru_cache(maxsize=256)
@@ -53,3 +54,8 @@ def gates(x: torch.Tensor) -> TensorDescriptor:
 def keys(x: torch.Tensor) -> TensorDescriptor:
     """`Tiles.keys` [.., 64] fp32: one chunk of a key head at a time."""
     return _map(x, KEY_BOX, FLAT)
+
+
+def transitions(x: torch.Tensor) -> TensorDescriptor:
+    """`AffineMaps.transition` [m, H, 128, 128] fp32: one head of a map at a time."""
+    return _map(x.view(-1, x.shape[-1]), TRANSITION_BOX, SWIZZLED_FP32)
