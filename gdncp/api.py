@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
@@ -11,17 +10,13 @@ import torch
 import torch.distributed as dist
 
 from gdncp import collectives, stages, validation
-from gdncp.backends import GateSpace, Precision, TokenInputs, select_backend
-from gdncp.layout import Layout, layout_of_plan
+from gdncp.backends import GateSpace, Precision, TokenInputs
+from gdncp.calls import Kind, bind, kind_of, new_kind, new_states
+from gdncp.layout import layout_of_plan
 from gdncp.plan import PrefillPlan
-from gdncp.stages import Call, EntryStates, FinalState, PrefillResult, StageTimer, StateIO, Summary
+from gdncp.stages import Call, EntryStates, FinalState, PrefillResult, StateIO, Summary
 
 P = ParamSpec("P")
-
-
-def default_forget_below(dtype: torch.dtype, precision: Precision) -> float:
-    """Below this share of a state what it would still contribute is dropped: the rounding of the arithmetic at hand."""
-    return 2.0**-24 if dtype == torch.float32 or precision == "high" else 2.0**-16
 
 
 def summarise(
@@ -117,6 +112,7 @@ def finish(entry: EntryStates) -> PrefillResult:
 def _whole(first: Callable[P, Summary]) -> Callable[P, PrefillResult]:
     """`prefill` has the arguments of its first part."""
 
+    @stages.without_gradients  # once, not in each part
     def prefill(*args: P.args, **kwargs: P.kwargs) -> PrefillResult:
         """One prefill as `plan` lays it out: `finish(fixup(summarise(...)))`.  Arguments and errors: `summarise`."""
         return finish(fixup(first(*args, **kwargs)))
@@ -129,17 +125,55 @@ def _whole(first: Callable[P, Summary]) -> Callable[P, PrefillResult]:
 prefill = _whole(summarise)
 
 
-def warmup(plan: PrefillPlan, *, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> None:
-    """Do what a plan's first call does once: upload its tables and compare digests across ranks.
+def warmup(
+    plan: PrefillPlan,
+    *,
+    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
+    with_gates: bool = True,
+    state_dtype: torch.dtype | None = None,
+    pooled: bool = False,
+    **arguments: Any,
+) -> None:
+    """Do what a plan's first call does once, so that it costs what later ones cost, and can be captured in a graph.
 
-    Kernels are compiled, and NCCL connects, in the first call itself.  A collective where the plan has several ranks.
-    Raises ValueError on every rank if their plans differ.
+    Without `dtype`: upload the plan's tables and compare digests across ranks.  With it, also run one prefill on zeros,
+    allocated for the time of the call: kernels are compiled and loaded, NCCL connects.  A collective where the plan has
+    several ranks.
+
+    Args:
+        plan, device, group: as in the calls to come.
+        dtype: of q, k and v.
+        with_gates: whether they will have `g` and `beta`.
+        state_dtype: of their initial states; None: they have none, or, if `pooled`, a pool in fp32.
+        pooled: whether states lie in a pool, with int32 slots.
+        arguments: words and numbers of `summarise`: `backend`, `gate_space`, `final_state`, ...
+
+    Raises:
+        ValueError: on every rank if their plans differ; and as `summarise` does.
     """
     plan = validation.plan_argument(plan)
-    rank, group = _rank_in(plan, group)
-    if group is not None:
-        collectives.compare_digest_once(plan, group)
-    layout_of_plan(plan, rank, _with_index(torch.device(device)))
+    rank, peers = _rank_in(plan, group)
+    if peers is not None:
+        collectives.compare_digest_once(plan, peers)
+    device = _with_index(torch.device(device))
+    layout_of_plan(plan, rank, device)
+    if dtype is None:
+        return
+    tokens, heads, dim = plan.num_tokens(rank), plan.num_state_heads, plan.head_dim
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    gates = zeros(tokens, heads, dtype=torch.float32) if with_gates else None
+    if pooled:
+        arguments["state_pool"] = zeros(plan.num_sequences, heads, dim, dim, dtype=state_dtype or torch.float32)
+        arguments["state_indices"] = torch.arange(plan.num_sequences, dtype=torch.int32, device=device)
+    elif state_dtype is not None:
+        arguments["initial_state"] = zeros(plan.num_sequences, heads, dim, dim, dtype=state_dtype)
+    q, k, v = (zeros(tokens, n, dim) for n in (plan.num_q_heads, plan.num_k_heads, plan.num_v_heads))
+    prefill(plan, q, k, v, gates, gates, group=group, **arguments)
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -225,93 +259,62 @@ def _call(
     """Validate the arguments of `summarise` and bind them to the plan.  Communicates nothing."""
     plan = validation.plan_argument(plan)
     rank, group = _rank_in(plan, group)
-    validation.words(backend, gate_space, precision)
-    validation.one_of("final_state", final_state, ("owner", "all"))
-    validation.token_tensors(q, k, v, g, beta, plan.num_tokens(rank), gate_space, read_device=check)
-    validation.plan_heads(plan, q, k, v)
-    validation.numbers(scale, forget_below)
-    if initial_state is not None and state_pool is not None:
-        raise ValueError("initial_state must be None where state_pool is given, got both")
-    if (state_pool is None) != (state_indices is None):
-        raise ValueError("state_pool and state_indices must both be provided or both be None, got one alone")
+    normalised = bool(use_qk_l2norm_in_kernel)
     pooled, source = state_pool is not None, state_pool if state_pool is not None else initial_state
-    if pooled and output_state is None:
-        output_state = state_pool
-    validation.state_indices_argument(
-        state_indices, plan.num_sequences, q.device, validation.num_slots(source), read_device=check
+
+    def validate() -> Kind:
+        validation.words(backend, gate_space, precision)
+        validation.one_of("final_state", final_state, ("owner", "all"))
+        validation.token_tensors(q, k, v, g, beta, plan.num_tokens(rank))
+        validation.plan_heads(plan, q, k, v)
+        validation.numbers(scale, forget_below)
+        if initial_state is not None and state_pool is not None:
+            raise ValueError("initial_state must be None where state_pool is given, got both")
+        if pooled != (state_indices is not None):
+            raise ValueError("state_pool and state_indices must both be provided or both be None, got one alone")
+        validation.state_indices_argument(state_indices, plan.num_sequences, q.device)
+        destination = state_pool if output_state is None else output_state
+        name = "state_pool" if pooled else "initial_state"
+        validation.buffers(q, v, plan.num_sequences, pooled, source, output, destination, name)
+        rows = len(plan.checkpoint_rows(rank))
+        validation.checkpoint_rows(state_checkpoints, rows, q, v)
+        return new_kind(
+            q,
+            v,
+            backend=backend,
+            precision=precision,
+            scale=scale,
+            forget_below=plan.forget_below if forget_below is None else forget_below,
+            num_checkpoints=rows,
+        )
+
+    kind = kind_of(
+        (q, k, v, g, beta, initial_state, state_pool, state_indices, output, output_state, state_checkpoints),
+        (plan.digest, rank, backend, gate_space, precision, final_state, scale, forget_below, normalised),
+        validate,
     )
-    rows = len(plan.checkpoint_rows(rank))
-    validation.buffers(
-        q, v, plan.num_sequences, pooled, source, output, output_state, "state_pool" if pooled else "initial_state"
-    )
-    validation.checkpoint_rows(state_checkpoints, rows, q, v)
-    heads, v_dim, k_dim = validation.state_shape(q, v)
+    validation.gate_values(g, gate_space, read_device=check)
+    validation.slot_values(state_indices, source, read_device=check)
+    device = q.device
     if output_state is None:
-        output_state = new_states(plan.num_sequences, heads, v_dim, k_dim, q.device, plan.world_size)
-    if state_checkpoints is None and rows:
-        state_checkpoints = torch.empty(rows, heads, v_dim, k_dim, dtype=torch.float32, device=q.device)
+        output_state = (
+            state_pool if pooled else new_states(plan.num_sequences, kind.state_shape, device, plan.world_size)
+        )
+    if state_checkpoints is None and kind.num_checkpoints:
+        state_checkpoints = torch.empty((kind.num_checkpoints, *kind.state_shape), dtype=torch.float32, device=device)
     return bind(
-        layout_of_plan(plan, rank, q.device),
-        TokenInputs(
-            q, k, v, g, beta, scale_or_default(scale, k_dim), gate_space, bool(use_qk_l2norm_in_kernel), precision
-        ),
-        StateIO(source, output_state, slots_of(state_indices), share=final_state == "all"),
-        backend=backend,
-        forget_below=forget_below,
-        output=output,
-        checkpoints=state_checkpoints,
-        plan=plan,
-        rank=rank,
-        group=group,
+        kind,
+        layout_of_plan(plan, rank, device),
+        TokenInputs(q, k, v, g, beta, kind.scale, gate_space, normalised, precision),
+        StateIO(source, output_state, state_indices, final_state == "all"),
+        output,
+        state_checkpoints,
+        plan,
+        rank,
+        group,
         timed=timed,
         keep_entry=keep_entry,
     )
-
-
-def bind(
-    layout: Layout,
-    inputs: TokenInputs,
-    states: StateIO,
-    *,
-    backend: str,
-    forget_below: float | None,
-    output: torch.Tensor | None,
-    checkpoints: torch.Tensor | None,
-    plan: PrefillPlan | None = None,
-    rank: int = 0,
-    group: dist.ProcessGroup | None = None,
-    timed: bool = False,
-    keep_entry: bool = False,
-) -> Call:
-    """A `Call` from validated parts: the backend chosen, defaults filled in, the output allocated."""
-    q, v, precision = inputs.q, inputs.v, inputs.precision
-    chosen = select_backend(
-        backend, device=q.device, dtype=q.dtype, k_dim=q.shape[2], v_dim=v.shape[2], precision=precision
-    )
-    if forget_below is None and plan is not None:
-        forget_below = plan.forget_below
-    if forget_below is None:
-        forget_below = default_forget_below(q.dtype, precision)
-    if output is None:
-        output = q.new_empty(q.shape[0], inputs.num_state_heads, v.shape[2])
-    timer = StageTimer(enabled=timed, device=q.device)
-    return Call(
-        layout, chosen, inputs, states, float(forget_below), output, checkpoints, plan, rank, group, timer, keep_entry
-    )
-
-
-def new_states(rows: int, heads: int, v_dim: int, k_dim: int, device: torch.device, world_size: int) -> torch.Tensor:
-    """[rows, H, V, K] fp32 for final states: zeros where other ranks write some of them."""
-    new = torch.empty if world_size == 1 else torch.zeros
-    return new(rows, heads, v_dim, k_dim, dtype=torch.float32, device=device)
-
-
-def scale_or_default(scale: float | None, k_dim: int) -> float:
-    return float(scale) if scale else 1.0 / math.sqrt(k_dim)
-
-
-def slots_of(state_indices: torch.Tensor | None) -> torch.Tensor | None:
-    return None if state_indices is None else state_indices.to(torch.int64)
 
 
 def _facts(call: Call) -> dict[str, Any]:

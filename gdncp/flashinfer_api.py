@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from gdncp import collectives, stages, validation
-from gdncp.api import bind, new_states, place_in, scale_or_default, slots_of
+from gdncp.api import place_in
 from gdncp.backends import GateSpace, Precision, TokenInputs
+from gdncp.calls import bind, new_kind, new_states
 from gdncp.layout import Layout, layout_of_cu_seqlens, layout_of_plan
 from gdncp.plan import PrefillPlan, plan_prefill
 from gdncp.plan.choose import balanced, unsplit
@@ -112,10 +113,12 @@ def chunk_gated_delta_rule(
         validation.max_seqlen_argument(max_seqlen, total, num_sequences)
     source = initial_state
     pool = initial_state if initial_state is not None else output_state
-    validation.state_indices_argument(state_indices, num_sequences, device, validation.num_slots(pool))
+    validation.state_indices_argument(state_indices, num_sequences, device)
+    validation.slot_values(state_indices, pool)
     if state_indices is not None and output_final_state and output_state is None:
         raise ValueError("output_state must be given with state_indices where output_final_state is True, got None")
-    validation.token_tensors(q, k, v, g, beta, None, gate_space)
+    validation.token_tensors(q, k, v, g, beta, None)
+    validation.gate_values(g, gate_space)
     validation.numbers(scale, forget_below)
     validation.buffers(q, v, num_sequences, state_indices is not None, source, output, output_state)
     validation.cp_chunk_len_argument(_cp_chunk_len)
@@ -140,21 +143,27 @@ def chunk_gated_delta_rule(
             collectives.compare_digest_once(plan, group)
         layout = layout_of_plan(plan, rank, q.device)
 
-    heads, v_dim, k_dim = validation.state_shape(q, v)
-    if output_final_state and output_state is None:
-        output_state = new_states(num_sequences, heads, v_dim, k_dim, q.device, world_size)
-    scale = scale_or_default(scale, k_dim)
-    call = bind(
-        layout,
-        TokenInputs(q, k, v, g, beta, scale, gate_space, bool(use_qk_l2norm_in_kernel), precision),
-        StateIO(source, output_state, slots_of(state_indices)),
+    kind = new_kind(
+        q,
+        v,
         backend=backend,
-        forget_below=forget_below,
-        output=output,
-        checkpoints=state_checkpoints if layout.num_checkpoints else None,
-        plan=plan,
-        rank=rank,
-        group=group if world_size > 1 else None,
+        precision=precision,
+        scale=scale,
+        forget_below=plan.forget_below if forget_below is None and plan is not None else forget_below,
+        num_checkpoints=layout.num_checkpoints,
+    )
+    if output_final_state and output_state is None:
+        output_state = new_states(num_sequences, kind.state_shape, q.device, world_size)
+    call = bind(
+        kind,
+        layout,
+        TokenInputs(q, k, v, g, beta, kind.scale, gate_space, bool(use_qk_l2norm_in_kernel), precision),
+        StateIO(source, output_state, state_indices),
+        output,
+        state_checkpoints if layout.num_checkpoints else None,
+        plan,
+        rank,
+        group if world_size > 1 else None,
     )
     result = stages.finish(stages.fixup(stages.summarise(call)))
     if not output_final_state:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -38,6 +39,11 @@ class Layout:
     def has_maps(self) -> bool:
         return self.num_maps > 0
 
+    @cached_property
+    def tables_from_zeros(self) -> tuple[WorkTable, ...]:
+        """See `WorkTable.from_zeros`."""
+        return tuple(table.from_zeros for table in self.tables)
+
 
 _Key = tuple[str, int, torch.device]
 _CACHE: OrderedDict[_Key, tuple[Layout, torch.cuda.Event | None]] = OrderedDict()  # and when it has been copied
@@ -60,8 +66,10 @@ def layout_of_plan(plan: PrefillPlan, rank: int, device: torch.device) -> Layout
         _CACHE.move_to_end(key)
         if capturing:
             _CAPTURED[key] = layout
-        elif copied is not None:  # on a stream that need not be this call's
+        elif copied is not None and not copied.query():  # on a stream that need not be this call's
             torch.cuda.current_stream(device).wait_event(copied)
+        elif copied is not None:
+            _CACHE[key] = layout, None
         return layout
     if capturing:
         raise RuntimeError(

@@ -9,40 +9,40 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from gdncp import collectives
+from gdncp import collectives, states
 from gdncp.backends import AffineMaps, Backend, Sinks, TokenInputs
-from gdncp.backends.base import folds_runs, opens
+from gdncp.backends.base import StateBackend, folds_runs, moves_states, opens
 from gdncp.layout import Layout, fold_on_device
 from gdncp.plan import PrefillPlan
 from gdncp.plan.cost import STAGES as STAGES
-from gdncp.states import load_states, store_states
 from gdncp.work import WorkTable
 
 FinalState = Literal["owner", "all"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StateIO:
     """Where initial states come from and final states go; rows are `slots[sequence]`, or the sequence without slots."""
 
     source: torch.Tensor | None  # None: zeros
     destination: torch.Tensor | None  # None: final states are not wanted
-    slots: torch.Tensor | None  # [N] int64
+    slots: torch.Tensor | None  # [N] int32 or int64
     share: bool = False  # every sequence's final state on every rank, not only on its owner
 
     def rows(self, sequences: torch.Tensor, all_in_order: bool) -> torch.Tensor | None:
-        """Rows of these sequences, [n] int64; None: all rows in order."""
+        """Rows of these sequences, [n]; None: all rows in order."""
         if self.slots is None:
             return None if all_in_order else sequences
         return self.slots if all_in_order else self.slots.index_select(0, sequences)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """One validated prefill on one rank."""
 
@@ -51,6 +51,7 @@ class Call:
     inputs: TokenInputs
     states: StateIO
     forget_below: float
+    state_shape: tuple[int, int, int]  # H, V, K
     output: torch.Tensor  # [T, H, V]
     checkpoints: torch.Tensor | None  # [rows, H, V, K], any state dtype
     plan: PrefillPlan | None  # None: lengths are only on the device, world size 1
@@ -67,15 +68,10 @@ class Call:
     @property
     def tables(self) -> tuple[WorkTable, ...]:
         """Per lane."""
-        tables = self.layout.tables
-        return tuple(table.from_zeros for table in tables) if self.skips_starts else tables
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        return self.inputs.num_state_heads, self.inputs.v.shape[2], self.inputs.k.shape[2]
+        return self.layout.tables_from_zeros if self.skips_starts else self.layout.tables
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Summary:
     """What stages 1 and 2 leave: every CP chunk reduced to its affine map, nothing communicated yet."""
 
@@ -87,7 +83,7 @@ class Summary:
     sinks: Sinks  # of stage 4; what an `OpeningBackend` makes early is there already
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class EntryStates:
     """The state that enters each CP chunk of this rank."""
 
@@ -102,7 +98,7 @@ class EntryStates:
         return self.summary.entry_states
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PrefillResult:
     """A rank's share of a prefill."""
 
@@ -117,6 +113,26 @@ class PrefillResult:
     def timings(self) -> dict[str, float]:
         """Seconds per stage, for a call with `timed=True`; waits for the device."""
         return self.timer.seconds()
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def without_gradients(run: Callable[P, R]) -> Callable[P, R]:
+    """`run` as under `torch.no_grad`; where gradients are off already it is not entered, at the price of a launch."""
+
+    @wraps(run)
+    def off(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        torch.set_grad_enabled(False)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            torch.set_grad_enabled(True)
+
+    return off
 
 
 _UNTIMED = nullcontext()
@@ -152,12 +168,12 @@ class StageTimer:
         return {name: start.elapsed_time(stop) / 1e3 for name, (start, stop) in self._marks.items()}
 
 
-@torch.no_grad()
+@without_gradients
 def summarise(call: Call) -> Summary:
     """Stages 1 and 2 on every lane."""
     layout, device = call.layout, call.inputs.q.device
     spare = layout.num_sequence_items is not None
-    entry_states = torch.empty(layout.num_items + spare, *call.state_shape, dtype=torch.float32, device=device)
+    entry_states = torch.empty((layout.num_items + spare, *call.state_shape), dtype=torch.float32, device=device)
     if not call.skips_starts:
         _load_starts(call, entry_states)
 
@@ -185,21 +201,27 @@ def summarise(call: Call) -> Summary:
 def _load_starts(call: Call, entry_states: torch.Tensor) -> None:
     layout = call.layout
     rows = call.states.rows(layout.first_sequences, layout.starts_all) if call.states.source is not None else None
-    load_states(call.states.source, rows, entry_states, layout.first_rows)
+    _states(call.backend).load_states(call.states.source, rows, entry_states, layout.first_rows)
+
+
+def _states(backend: Backend) -> StateBackend:
+    return backend if moves_states(backend) else states  # a module is as good
 
 
 def _sinks(call: Call) -> Sinks:
     """The caller's own tensors where a backend can write them, else rows of fp32 that `finish` copies."""
-    layout, states, device = call.layout, call.states, call.inputs.q.device
+    layout, device = call.layout, call.inputs.q.device
 
     def rows(count: int) -> torch.Tensor:  # one more: the dump row of `WorkTable`
-        return torch.empty(count + 1, *call.state_shape, dtype=torch.float32, device=device)
+        return torch.empty((count + 1, *call.state_shape), dtype=torch.float32, device=device)
 
     def writable(x: torch.Tensor | None) -> bool:
         return call.backend.exact_rows and x is not None and x.dtype == torch.float32 and x.is_contiguous()
 
-    final, checkpoints = states.destination, call.checkpoints
-    if final is None or not (writable(final) and layout.ends_all and states.slots is None and not states.share):
+    final, checkpoints = call.states.destination, call.checkpoints
+    if final is None or not (
+        writable(final) and layout.ends_all and call.states.slots is None and not call.states.share
+    ):
         final = rows(layout.num_final)
     if checkpoints is not None and not writable(checkpoints):
         given, checkpoints = checkpoints, rows(layout.num_checkpoints)
@@ -208,11 +230,14 @@ def _sinks(call: Call) -> Sinks:
     return Sinks(call.output, final, checkpoints, layout.num_final, layout.num_checkpoints)
 
 
-@torch.no_grad()
+_LOCAL = collectives.FixupStats("local")
+
+
+@without_gradients
 def fixup(summary: Summary) -> EntryStates:
     """Stage 3: every entry state, across lanes and ranks.  A data collective only where something crosses ranks."""
     call, maps, runs = summary.call, summary.maps, summary.call.layout.runs
-    stats = collectives.FixupStats("local")
+    stats = _LOCAL
     with call.timer.stage("state_fixup"):
         fold = call.backend.fold
         if runs is not None and folds_runs(fold):
@@ -229,7 +254,7 @@ def fixup(summary: Summary) -> EntryStates:
     return EntryStates(summary, stats)
 
 
-@torch.no_grad()
+@without_gradients
 def finish(entry: EntryStates) -> PrefillResult:
     """Stage 4 on every lane, then states and checkpoints in the caller's dtypes."""
     summary = entry.summary
@@ -247,7 +272,7 @@ def finish(entry: EntryStates) -> PrefillResult:
         final, all_in_order = sinks.final_states[:-1], layout.ends_all
         if call.states.share and call.plan is not None:
             final, all_in_order = collectives.share_final_states(call.plan, call.rank, final, call.group), True
-        store_states(final, destination, call.states.rows(layout.final_sequences, all_in_order))
+        _states(backend).store_states(final, destination, call.states.rows(layout.final_sequences, all_in_order))
     # a process group that a kept result would keep alive past destroy_process_group can abort a process as it exits
     done = replace(entry, summary=replace(summary, call=replace(call, group=None))) if call.keep_entry else None
     return PrefillResult(call.output, destination, call.checkpoints, entry.stats, done, call.timer)
@@ -259,7 +284,9 @@ _LANE_STREAMS: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 def _on_lanes(call: Call, run: Callable[[int, WorkTable], Any]) -> tuple[Any, ...]:
     """`run` for every lane: on CUDA lane 0 on the current stream and the others beside it, joined before return."""
     tables, device = call.tables, call.inputs.q.device
-    if device.type != "cuda" or len(tables) < 2:
+    if len(tables) == 1:
+        return (run(0, tables[0]),)
+    if device.type != "cuda" or not tables:
         return tuple(run(lane, table) for lane, table in enumerate(tables))
     current = torch.cuda.current_stream(device)
     results = []

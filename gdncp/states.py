@@ -17,7 +17,7 @@ def load_states(
 ) -> None:
     """out[out_rows[i]] = source[rows[i]] in fp32; zeros where `source` is None or the row is out of its range.
 
-    source [P, H, V, K] in any state dtype and strides; rows [n] int64, None: all P in order; out_rows [n] int64; out
+    source [P, H, V, K] in any state dtype and strides; rows [n] int, None: all P in order; out_rows [n] int64; out
     [.., H, V, K] fp32.
     """
     if out_rows.numel() == 0:
@@ -28,6 +28,7 @@ def load_states(
     if rows is None:
         out.index_copy_(0, out_rows, source.to(torch.float32))
         return
+    rows = rows.to(torch.int64)
     inside = (rows >= 0) & (rows < source.shape[0])
     picked = _movable(source).index_select(0, rows.clamp(0, source.shape[0] - 1))
     states = picked.view(source.dtype).to(torch.float32)
@@ -37,7 +38,7 @@ def load_states(
 def store_states(states: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor | None) -> None:
     """destination[rows[i]] = states[i], rounded once to its dtype; rows out of range are skipped, no other is touched.
 
-    states [n, H, V, K] fp32; destination [P, H, V, K] in any state dtype and strides; rows [n] int64, None: all
+    states [n, H, V, K] fp32; destination [P, H, V, K] in any state dtype and strides; rows [n] int, None: all
     P in order.
     """
     if rows is None:
@@ -46,6 +47,7 @@ def store_states(states: torch.Tensor, destination: torch.Tensor, rows: torch.Te
     num_slots = destination.shape[0]
     if rows.numel() == 0 or num_slots == 0:
         return
+    rows = rows.to(torch.int64)
     target, narrow = _movable(destination), _movable(states.to(destination.dtype))
     inside = (rows >= 0) & (rows < num_slots)
     # Nothing is read back to see which rows to leave out: they repeat the first valid one, same row, same value.

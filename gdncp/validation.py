@@ -160,16 +160,17 @@ def state_indices_argument(
     state_indices: Any,
     num_sequences: int,
     device: torch.device | None,
-    num_slots: int | None,
-    *,
-    read_device: bool = False,
 ) -> None:
-    """Slots [N]: dtype and shape; and, where the host sees them, in range and unique."""
+    """Slots [N]: dtype and shape."""
     if state_indices is None:
         return
     _tensor("state_indices", state_indices, dtypes=INDEX_DTYPES, dims=1, device=device)
     _shape("state_indices", state_indices, (num_sequences,), "one slot per sequence")
-    if num_slots is None or not _seen(state_indices, read_device):
+
+
+def slot_values(state_indices: torch.Tensor | None, pool: Any, *, read_device: bool = False) -> None:
+    """Slots in range and unique, where the host sees them."""
+    if state_indices is None or not _seen(state_indices, read_device) or (num_slots := _num_slots(pool)) is None:
         return
     slots = state_indices.tolist()
     for i, slot in enumerate(slots):
@@ -180,9 +181,7 @@ def state_indices_argument(
         raise ValueError(f"state_indices must be unique, got slot {twice} more than once")
 
 
-def token_tensors(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, num_tokens: int | None, gate_space: str, *, read_device: bool = False
-) -> None:
+def token_tensors(q: Any, k: Any, v: Any, g: Any, beta: Any, num_tokens: int | None) -> None:
     """q, k, v [T, heads, dim], g and beta [T, state heads]; `num_tokens` is what T must be where the plan says so."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _tensor(name, x, dtypes=INPUT_DTYPES, dims=3, device=q.device if isinstance(q, torch.Tensor) else None)
@@ -206,11 +205,12 @@ def token_tensors(
         _tensor(name, x, dtypes=(torch.float32,), dims=2, device=q.device)
         _shape(name, x, (tokens, heads), "tokens, state heads")
         _contiguous(name, x)
-    if g is not None and g.numel() and _seen(g, read_device):
-        _gate_values(g, gate_space)
 
 
-def _gate_values(g: torch.Tensor, gate_space: str) -> None:
+def gate_values(g: torch.Tensor | None, gate_space: str, *, read_device: bool = False) -> None:
+    """Gates of the space that they are said to be of, where the host sees them."""
+    if g is None or not _seen(g, read_device) or not g.numel():
+        return
     if gate_space == "linear" and (least := float(g.detach().nan_to_num(0.0).min())) < 0:
         raise ValueError(
             f"g must be linear (alpha in [0, 1]) with gate_space='linear', got a minimum of {least}; "
@@ -253,7 +253,7 @@ def output_tensor(output: Any, tokens: int, heads: int, q: torch.Tensor, v_dim: 
     _contiguous("output", output)
 
 
-def num_slots(pool: Any) -> int | None:
+def _num_slots(pool: Any) -> int | None:
     return pool.shape[0] if isinstance(pool, torch.Tensor) and pool.dim() == 4 else None
 
 

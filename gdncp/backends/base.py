@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
+from gdncp.scratch import Scratch, ScratchLayout
 from gdncp.work import CHUNK as CHUNK
 from gdncp.work import WorkTable
 
@@ -20,7 +21,7 @@ GateSpace = Literal["linear", "log"]
 Precision = Literal["fast", "high"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TokenInputs:
     """A rank's tokens, as the caller gave them (validated; gates and beta fp32 or None)."""
 
@@ -38,8 +39,15 @@ class TokenInputs:
     def num_state_heads(self) -> int:
         return max(self.q.shape[1], self.v.shape[1])
 
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """All that what is prepared for one call must have in common with the next."""
+        q, k, v = self.q, self.k, self.v
+        shapes = (q.shape, k.shape, v.shape, q.dtype, q.device, self.gate is None, self.beta is None)
+        return (*shapes, self.gate_space, self.use_qk_l2norm, self.precision)
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class AffineMaps:
     """What each CP chunk that passes a state on does to it: S_out = S_in · transition + local_state, per head.
 
@@ -47,13 +55,38 @@ class AffineMaps:
     local state is its exit state) and where the forgetting bound dropped it.
     """
 
-    transition: torch.Tensor  # [m, H, K, K] fp32
-    local_state: torch.Tensor  # [m, H, V, K] fp32
-    gain: torch.Tensor  # [m, H] fp32: product of alpha·max(1, |1 − beta‖k‖²|) over the CP chunk, an upper bound on ‖M‖
-    dropped_rows: torch.Tensor  # [m, H] fp32: memory of `dropped`
-    forgot: torch.Tensor  # [m, H] bool: gain < forget_below, so the transition was dropped (adds gain·‖S_in‖)
-    scanned: torch.Tensor  # [m, H] int32: tokens that N's scan read
+    scratch: Scratch  # laid out by `maps_layout`; the properties are its tensors
     deferred: list[Callable[[], None]] = field(default_factory=list)  # what still has to be enqueued for `dropped`
+
+    @cached_property
+    def transition(self) -> torch.Tensor:
+        """[m, H, K, K] fp32."""
+        return self.scratch.tensor("transition")
+
+    @cached_property
+    def local_state(self) -> torch.Tensor:
+        """[m, H, V, K] fp32."""
+        return self.scratch.tensor("local_state")
+
+    @cached_property
+    def gain(self) -> torch.Tensor:
+        """[m, H] fp32: product of alpha·max(1, |1 − beta‖k‖²|) over the CP chunk, an upper bound on ‖M‖."""
+        return self.scratch.tensor("gain")
+
+    @cached_property
+    def dropped_rows(self) -> torch.Tensor:
+        """[m, H] fp32: memory of `dropped`."""
+        return self.scratch.tensor("dropped")
+
+    @cached_property
+    def forgot(self) -> torch.Tensor:
+        """[m, H] bool: gain < forget_below, so the transition was dropped (adds gain·‖S_in‖)."""
+        return self.scratch.tensor("forgot")
+
+    @cached_property
+    def scanned(self) -> torch.Tensor:
+        """[m, H] int32: tokens that N's scan read."""
+        return self.scratch.tensor("scanned")
 
     @property
     def dropped(self) -> torch.Tensor:
@@ -68,20 +101,26 @@ class AffineMaps:
 
     @classmethod
     def empty(cls, num_maps: int, num_heads: int, k_dim: int, v_dim: int, device: torch.device) -> AffineMaps:
-        def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(num_maps, num_heads, *shape, dtype=dtype, device=device)
-
-        return cls(
-            transition=new(k_dim, k_dim),
-            local_state=new(v_dim, k_dim),
-            gain=new(),
-            dropped_rows=new(),
-            forgot=new(dtype=torch.bool),
-            scanned=new(dtype=torch.int32),
-        )
+        return cls(Scratch(maps_layout(num_maps, num_heads, k_dim, v_dim), device))
 
 
-@dataclass(frozen=True, eq=False)
+@lru_cache(maxsize=256)
+def maps_layout(num_maps: int, num_heads: int, k_dim: int, v_dim: int) -> ScratchLayout:
+    """Of the tensors of `AffineMaps`."""
+    rows = (num_maps, num_heads)
+    return ScratchLayout(
+        {
+            "transition": ((*rows, k_dim, k_dim), torch.float32),
+            "local_state": ((*rows, v_dim, k_dim), torch.float32),
+            "gain": (rows, torch.float32),
+            "dropped": (rows, torch.float32),
+            "forgot": (rows, torch.bool),
+            "scanned": (rows, torch.int32),
+        }
+    )
+
+
+@dataclass(eq=False)
 class Sinks:
     """Where stage 4 writes.  The rows behind those that are wanted are dumps, which nobody reads.
 
@@ -96,9 +135,9 @@ class Sinks:
 
     def __post_init__(self) -> None:
         if self.final_dump < 0:
-            object.__setattr__(self, "final_dump", self.final_states.shape[0] - 1)
+            self.final_dump = self.final_states.shape[0] - 1
         if self.checkpoint_dump < 0 and self.checkpoints is not None:
-            object.__setattr__(self, "checkpoint_dump", self.checkpoints.shape[0] - 1)
+            self.checkpoint_dump = self.checkpoints.shape[0] - 1
 
 
 class Fold(Protocol):
@@ -125,6 +164,7 @@ class FoldRuns:
     map_row: torch.Tensor  # its row in the `AffineMaps`
     num_steps: torch.Tensor  # entry states to fill, in the rows behind `entry_row`
     starts: torch.Tensor  # 1: the run starts its sequence, so that its first map's local state is an exit state
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # backends' launches over these runs
 
 
 @runtime_checkable
@@ -205,6 +245,17 @@ class OpeningBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class StateBackend(Protocol):
+    """What a backend may offer besides: `gdncp.states` in a launch each, with the same bits."""
+
+    def load_states(
+        self, source: torch.Tensor | None, rows: torch.Tensor | None, out: torch.Tensor, out_rows: torch.Tensor
+    ) -> None: ...
+
+    def store_states(self, final: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor | None) -> None: ...
+
+
 @cache  # looking a protocol's methods up takes longer than a launch
 def _offers(backend: type, protocol: type) -> bool:
     return issubclass(backend, protocol)
@@ -212,6 +263,10 @@ def _offers(backend: type, protocol: type) -> bool:
 
 def opens(backend: Backend) -> TypeGuard[OpeningBackend]:
     return _offers(type(backend), OpeningBackend)
+
+
+def moves_states(backend: Backend) -> TypeGuard[StateBackend]:
+    return _offers(type(backend), StateBackend)
 
 
 def folds_runs(fold: Fold) -> TypeGuard[RunFold]:

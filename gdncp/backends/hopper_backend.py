@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import cached_property
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +25,7 @@ TMA_ALIGNMENT = 16  # bytes
 class HopperBackend:
     """`Backend` in Gluon.  Kernels are imported on first use, so that this module imports without triton.
 
-    Triton launches on the current device, which need not be the tensors': hence `device_of`.
+    Triton launches on the current device, which need not be the tensors': hence `_device_of`.
     """
 
     name = "hopper"
@@ -48,11 +50,24 @@ class HopperBackend:
             return f"the GPU has compute capability {capability[0]}.{capability[1]}; only 9.0 (Hopper) is supported."
         return None
 
-    def precompute_t(self, inputs: TokenInputs, table: WorkTable) -> Tiles:
+    @cached_property
+    def _kernels(self) -> SimpleNamespace:
+        """Imported once: an import statement costs the host a microsecond each time."""
         from gdncp_kernels.hopper.precompute_t import precompute_t
+        from gdncp_kernels.hopper.recurrence import cp_prefill, precompute_mn
+        from gdncp_kernels.hopper.state_fixup import StateFold
 
-        with torch.cuda.device_of(inputs.k):
-            return precompute_t(_aligned(inputs), table)
+        return SimpleNamespace(
+            precompute_t=precompute_t,
+            precompute_mn=precompute_mn,
+            cp_prefill=cp_prefill,
+            fold=StateFold(),
+        )
+
+    def precompute_t(self, inputs: TokenInputs, table: WorkTable) -> Tiles:
+        with _device_of(inputs.k):
+            tiles: Tiles = self._kernels.precompute_t(_aligned(inputs), table)
+            return tiles
 
     def precompute_mn(
         self,
@@ -63,10 +78,8 @@ class HopperBackend:
         maps: AffineMaps,
         forget_below: float,
     ) -> None:
-        from gdncp_kernels.hopper.recurrence import precompute_mn
-
-        with torch.cuda.device_of(inputs.k):
-            precompute_mn(_aligned(inputs), tiles, table, entry_states, maps, forget_below)
+        with _device_of(inputs.k):
+            self._kernels.precompute_mn(_aligned(inputs), tiles, table, entry_states, maps, forget_below)
 
     def precompute_mn_and_open(
         self,
@@ -78,16 +91,13 @@ class HopperBackend:
         forget_below: float,
         sinks: Sinks,
     ) -> None:
-        from gdncp_kernels.hopper.recurrence import precompute_mn
-
-        with torch.cuda.device_of(inputs.k), _aligned_output(sinks) as sinks:
-            precompute_mn(_aligned(inputs), tiles, table, entry_states, maps, forget_below, sinks)
+        with _device_of(inputs.k), _aligned_output(sinks) as sinks:
+            self._kernels.precompute_mn(_aligned(inputs), tiles, table, entry_states, maps, forget_below, sinks)
 
     @property
     def fold(self) -> Fold:
-        from gdncp_kernels.hopper.state_fixup import StateFold
-
-        return StateFold()
+        fold: Fold = self._kernels.fold
+        return fold
 
     def cp_prefill(
         self, inputs: TokenInputs, tiles: Tiles, table: WorkTable, entry_states: torch.Tensor, sinks: Sinks
@@ -108,27 +118,40 @@ class HopperBackend:
         sinks: Sinks,
         opened: bool,
     ) -> None:
-        from gdncp_kernels.hopper.recurrence import cp_prefill
-
         if inputs.k.shape[0] == 0:  # only empty sequences
             sinks.final_states[table.final_row] = entry_states[table.item_row]
             return
-        with torch.cuda.device_of(inputs.k), _aligned_output(sinks) as sinks:
-            cp_prefill(_aligned(inputs), tiles, table, entry_states, sinks, opened)
+        with _device_of(inputs.k), _aligned_output(sinks) as sinks:
+            self._kernels.cp_prefill(_aligned(inputs), tiles, table, entry_states, sinks, opened)
+
+
+_NOTHING = nullcontext()
+
+
+def _device_of(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Where Triton launches; entered only where it is another than the current one."""
+    device = x.get_device()
+    return _NOTHING if device < 0 or device == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 def _aligned(inputs: TokenInputs) -> TokenInputs:
     """The copy engine reads from multiples of 16 bytes only: allocations start at one, views into them may not."""
+    if (inputs.q.data_ptr() | inputs.k.data_ptr() | inputs.v.data_ptr()) % TMA_ALIGNMENT == 0:
+        return inputs
     q, k, v = (_aligned_tensor(x) for x in (inputs.q, inputs.k, inputs.v))
-    return inputs if q is inputs.q and k is inputs.k and v is inputs.v else replace(inputs, q=q, k=k, v=v)
+    return replace(inputs, q=q, k=k, v=v)
+
+
+def _aligned_output(sinks: Sinks) -> AbstractContextManager[Sinks]:
+    aligned = sinks.output.data_ptr() % TMA_ALIGNMENT == 0
+    return nullcontext(sinks) if aligned else _copied_output(sinks)
 
 
 @contextmanager
-def _aligned_output(sinks: Sinks) -> Iterator[Sinks]:
+def _copied_output(sinks: Sinks) -> Iterator[Sinks]:
     output = _aligned_tensor(sinks.output)
-    yield sinks if output is sinks.output else replace(sinks, output=output)
-    if output is not sinks.output:
-        sinks.output.copy_(output)
+    yield replace(sinks, output=output)
+    sinks.output.copy_(output)
 
 
 def _aligned_tensor(x: torch.Tensor) -> torch.Tensor:
