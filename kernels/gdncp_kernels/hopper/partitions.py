@@ -149,7 +149,7 @@ def score_partition(
     L2NORM: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Zeroes the tail, and for OUTPUTS makes P [64 queries, 64 keys], bf16, of every chunk.
+    """Zeroes the tail, and for OUTPUTS makes P [64 queries, 64 keys], in the tokens' dtype, of every chunk.
 
     A stage's P needs no barrier of its own against being overwritten: `full` follows `empty` of the chunk that used it.
     """
@@ -186,7 +186,7 @@ def score_partition(
                         decay = decay * scale
                     p = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
                     p = gl.where(i_row >= j_col, p * decay, 0.0)
-                    scores.index(s).slice(32 * half, 32, 1).store(p.to(gl.bfloat16))
+                    scores.index(s).slice(32 * half, 32, 1).store(p.to(scores.dtype))
                 fence_async_shared()
                 mbarrier.arrive(scored.index(s), count=1)
         mbarrier.arrive(empty.index(s), count=1)
@@ -209,13 +209,13 @@ def _scan(
     STAGES: gl.constexpr,
 ):
     """The state after all chunks, nothing else."""
-    bf16: gl.constexpr = gl.bfloat16
+    dtype: gl.constexpr = keys.dtype
     zeros = gl.zeros([64, 64], gl.float32, M64)
     for i in range(num_chunks):
         s = i % STAGES
         gate = gates.index(s)
         k = keys.index(s)
-        s16 = gl.convert_layout(S.to(bf16), A64)
+        s16 = gl.convert_layout(S.to(dtype), A64)
         mbarrier.wait(full.index(s), (i // STAGES) & 1)
         mbarrier.wait(clean, 0, pred=(tail_rows > 0) & (i == num_chunks - 1))
         pending_u = warpgroup_mma(s16, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -225,15 +225,15 @@ def _scan(
         beta = _gate(gate, BETA, C64)
         U = warpgroup_mma_wait(num_outstanding=0, deps=(pending_u,))
         if WITH_VALUES:
-            w = ((v.to(gl.float32) - U * from_start[None, :]) * beta[None, :]).to(bf16)
+            w = ((v.to(gl.float32) - U * from_start[None, :]) * beta[None, :]).to(dtype)
         else:
-            w = (U * -(from_start * beta)[None, :]).to(bf16)
+            w = (U * -(from_start * beta)[None, :]).to(dtype)
         w = gl.convert_layout(w, A64)
         pending_n = warpgroup_mma(w, solves.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
         S = S * gl.exp2(gate.slice(LOG_DECAY * 64 + 63, 1).load(C128))[None, :]
         to_end = _gate(gate, TO_END, C64)
         N = warpgroup_mma_wait(num_outstanding=0, deps=(pending_n,))
-        n16 = gl.convert_layout((N * to_end[None, :]).to(bf16), A128)
+        n16 = gl.convert_layout((N * to_end[None, :]).to(dtype), A128)
         pending_s = warpgroup_mma(n16, k, S, is_async=True)
         S = warpgroup_mma_wait(num_outstanding=0, deps=(pending_s,))
         mbarrier.arrive(empty.index(s), count=1)
@@ -327,7 +327,7 @@ def _prefill(
     STAGES: gl.constexpr,
 ):
     """Outputs of all chunks, checkpoints, and the state after them."""
-    bf16: gl.constexpr = gl.bfloat16
+    dtype: gl.constexpr = keys.dtype
     zeros = gl.zeros([64, 64], gl.float32, M64)
     if checkpoint_at is not None:
         stride = H.to(gl.int64) * 16384
@@ -346,7 +346,7 @@ def _prefill(
             position,
             0,
         )
-    s16 = gl.convert_layout(S.to(bf16), A64)
+    s16 = gl.convert_layout(S.to(dtype), A64)
     for i in range(num_chunks):
         s = i % STAGES
         gate = gates.index(s)
@@ -359,7 +359,7 @@ def _prefill(
         from_start = _gate(gate, FROM_START, C64)
         U = warpgroup_mma_wait(num_outstanding=1, deps=(pending_u,))
         w = (v.to(gl.float32) - U * from_start[None, :]) * _gate(gate, BETA, C64)[None, :]
-        w = gl.convert_layout(w.to(bf16), A64)
+        w = gl.convert_layout(w.to(dtype), A64)
         pending_n = warpgroup_mma(w, solves.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
         S = S * gl.exp2(gate.slice(LOG_DECAY * 64 + 63, 1).load(C128))[None, :]
         if L2NORM:
@@ -371,20 +371,20 @@ def _prefill(
         out = out * from_entry[None, :]
         to_end = _gate(gate, TO_END, C64)
         N = warpgroup_mma_wait(num_outstanding=0, deps=(pending_n,))
-        n16 = gl.convert_layout((N * to_end[None, :]).to(bf16), A128)
+        n16 = gl.convert_layout((N * to_end[None, :]).to(dtype), A128)
         pending_s = warpgroup_mma(n16, k, S, is_async=True)
         mbarrier.wait(scored.index(s), (i // STAGES) & 1)
-        n16 = gl.convert_layout(N.to(bf16), A64)
+        n16 = gl.convert_layout(N.to(dtype), A64)
         pending_o = warpgroup_mma(n16, scores.index(s).permute((1, 0)), out, is_async=True)
         S = warpgroup_mma_wait(num_outstanding=1, deps=(pending_s,))
-        s16 = gl.convert_layout(S.to(bf16), A64)
+        s16 = gl.convert_layout(S.to(dtype), A64)
         tma.store_wait(pendings=0)
         out = warpgroup_mma_wait(num_outstanding=0, deps=(pending_o,))
         barrier()
         mbarrier.arrive(empty.index(s), count=1)
         at = token + i * 64
         stage = staged.index(SLAB)
-        stage.permute((1, 0)).store(out.to(bf16))
+        stage.permute((1, 0)).store(out.to(dtype))
         if (tail_rows == 0) | (i < num_chunks - 1):
             fence_async_shared()
             barrier()

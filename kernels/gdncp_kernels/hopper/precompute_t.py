@@ -64,7 +64,7 @@ TOKENS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
 class Tiles:
     """One entry per flat chunk and state head, chunk-major; those of empty chunks are never written or read."""
 
-    solve: torch.Tensor  # [chunks · H · 64, 64] bf16: T
+    solve: torch.Tensor  # [chunks · H · 64, 64] in the tokens' dtype: T
     gates: torch.Tensor  # [chunks · H, NUM_GATES · 64] fp32: see `common`
     keys: torch.Tensor  # [chunks · HK, 64] fp32: with L2 norm what it multiplies the key by; without, the key's square
     growth: torch.Tensor  # [chunks · H] fp32: log2 of the product of a_t (see `forgetting`), rounded up
@@ -165,7 +165,7 @@ def _invert_diagonal(products, g, w, norm, i: gl.constexpr, row, col, eye, zeros
 
 @gluon.jit
 def _put(out, x, i: gl.constexpr, j: gl.constexpr):
-    out.slice(16 * i, 16).slice(16 * j, 16, 1).store(x.to(gl.bfloat16))
+    out.slice(16 * i, 16).slice(16 * j, 16, 1).store(x.to(out.dtype))
 
 
 @gluon.jit(do_not_specialize=["H", "HK"])
@@ -191,9 +191,10 @@ def precompute_t_kernel(
     rows = gl.load(chunk_rows + chunk).to(gl.int32)
     if rows <= 0:
         return
+    dtype: gl.constexpr = k_map.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    keys = gl.allocate_shared_memory(gl.bfloat16, [64, 128], tile)
+    keys = gl.allocate_shared_memory(dtype, [64, 128], tile)
     g = gl.allocate_shared_memory(gl.float32, [64], plain)
     w = gl.allocate_shared_memory(gl.float32, [64], plain)  # what A's rows are weighed by: beta, times the key's norm
     norm = gl.allocate_shared_memory(gl.float32, [64], plain)
@@ -237,8 +238,8 @@ def precompute_t_kernel(
         norm.store(key)
     gl.store(key_out + gl.program_id(0).to(gl.int64) * 64 + i64, key)
     barrier()
-    staged = reinterpret(keys, gl.bfloat16, [2, 64, 64], tile)  # the keys are used up: their memory stages T
-    zeros16 = gl.zeros([16, 16], gl.bfloat16, MMA)
+    staged = reinterpret(keys, dtype, [2, 64, 64], tile)  # the keys are used up: their memory stages T
+    zeros16 = gl.zeros([16, 16], dtype, MMA)
     for u in gl.static_range(2):
         half = staged.index(u)
         half.slice(0, 16).slice(16, 16, 1).store(zeros16)
@@ -324,7 +325,7 @@ def precompute_t(inputs: TokenInputs, table: WorkTable) -> Tiles:
     num_heads, num_k_heads = inputs.num_state_heads, inputs.k.shape[1]
     device, entries = inputs.k.device, table.num_chunks * num_heads
     tiles = Tiles(
-        solve=torch.empty(entries * CHUNK, CHUNK, dtype=torch.bfloat16, device=device),
+        solve=torch.empty(entries * CHUNK, CHUNK, dtype=inputs.k.dtype, device=device),
         gates=torch.empty(entries, NUM_GATES * CHUNK, dtype=torch.float32, device=device),
         keys=torch.empty(table.num_chunks * num_k_heads, CHUNK, dtype=torch.float32, device=device),
         growth=torch.empty(entries, dtype=torch.float32, device=device),

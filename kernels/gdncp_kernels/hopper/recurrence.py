@@ -191,13 +191,14 @@ def recurrence_kernel(
     if num_chunks == 0:
         checkpoint_stop = checkpoint_entry
 
+    dtype: gl.constexpr = k_map.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     flat: gl.constexpr = gl.NVMMASharedLayout(0, 32)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     signal: gl.constexpr = mbarrier.MBarrierLayout()
-    keys = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], tile)
-    values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], tile)
-    solves = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
+    keys = gl.allocate_shared_memory(dtype, [STAGES, 64, 128], tile)
+    values = gl.allocate_shared_memory(dtype, [STAGES, 64, 128], tile)
+    solves = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], tile)
     gate_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 256], flat)
     gates = reinterpret(gate_tiles, gl.float32, [STAGES, 256], plain)
     if L2NORM:
@@ -207,9 +208,9 @@ def recurrence_kernel(
         key_tiles = gate_tiles
         key_scales = gates
     if WITH_OUTPUTS:
-        queries = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 128], tile)
-        scores = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], tile)
-        staged = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tile)
+        queries = gl.allocate_shared_memory(dtype, [STAGES, 64, 128], tile)
+        scores = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], tile)
+        staged = gl.allocate_shared_memory(dtype, [2, 64, 64], tile)
         query_scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], plain)
     else:
         queries = keys

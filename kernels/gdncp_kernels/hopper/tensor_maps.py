@@ -32,7 +32,7 @@ def _map(x: torch.Tensor, box: tuple[int, int], layout: NVMMASharedLayout) -> Te
 
 
 def tokens(x: torch.Tensor) -> TensorDescriptor:
-    """q, k or v [T, heads, 128] bf16, contiguous: one head of 64 tokens at a time."""
+    """q, k or v [T, heads, 128] bf16 or fp16, contiguous: one head of 64 tokens at a time."""
     return _map(x.view(x.shape[0], -1), TOKEN_BOX, SWIZZLED)
 
 
