@@ -16,8 +16,6 @@ landed, `empty` that all three warpgroups are done with it, `scored` that P is t
 with a tail: the score warpgroup has zeroed the rows past it, which are a neighbour's and may be NaN.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -39,10 +37,7 @@ from gdncp_kernels.hopper.common import (
     store_tile,
     zero_tail,
 )
-
-OUTPUTS = gl.constexpr(0)
-LOCAL_STATE = gl.constexpr(1)
-TRANSITION = gl.constexpr(2)
+from gdncp_kernels.hopper.ring import LOCAL_STATE, OUTPUTS, TRANSITION
 
 M64 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 A64 = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2))
@@ -63,52 +58,32 @@ NO_MORE = gl.constexpr(1 << 30)  # position of the checkpoint after the last
 
 
 @gluon.jit
-def load_partition(
-    q_map,
-    k_map,
-    v_map,
-    solve_map,
-    gates_map,
-    keys_map,
-    queries,
-    keys,
-    values,
-    solves,
-    gates,
-    key_scales,
-    full,
-    empty,
-    token,
-    entry,
-    key_entry,
-    num_chunks,
-    q_head,
-    k_head,
-    v_head,
-    H,
-    HK,
-    kind,
-    STAGES: gl.constexpr,
-):
+def load_partition(ring, item, maps, entry, key_entry, HQ, HK, HV):
     """Keys, T and gates for all kinds, values unless TRANSITION, queries for OUTPUTS alone."""
-    for i in range(num_chunks):
-        s = i % STAGES
-        at = token + i * 64
+    q_map, k_map, v_map, solve_map, gates_map, keys_map = maps
+    H = item.H
+    kind = item.kind
+    q_column = item.head * HQ // H * 128
+    k_column = item.head * HK // H * 128
+    v_column = item.head * HV // H * 128
+    for i in range(item.num_chunks):
+        s = i % ring.STAGES
+        at = item.token + i * 64
         row = entry + i * H
-        mbarrier.wait(empty.index(s), ((i // STAGES) & 1) ^ 1)
-        bar = full.index(s)
+        mbarrier.wait(ring.empty.index(s), ((i // ring.STAGES) & 1) ^ 1)
+        bar = ring.full.index(s)
         small: gl.constexpr = SOLVE_AND_GATE_BYTES if keys_map is None else SOLVE_AND_GATE_BYTES + KEY_BYTES
         mbarrier.expect(bar, 3 * TILE_BYTES + small, pred=kind == OUTPUTS)
         mbarrier.expect(bar, 2 * TILE_BYTES + small, pred=kind == LOCAL_STATE)
         mbarrier.expect(bar, 1 * TILE_BYTES + small, pred=kind == TRANSITION)
-        load_tile(k_map, [at, k_head * 128], bar, keys.index(s))
+        load_tile(k_map, [at, k_column], bar, ring.keys.index(s))
         if q_map is not None:
-            load_tile(q_map, [at, q_head * 128], bar, queries.index(s), pred=kind == OUTPUTS)
-        load_tile(solve_map, [row * 64, 0], bar, solves.index(s))
-        load_tile(gates_map, [row, 0], bar, gates.index(s))
+            load_tile(q_map, [at, q_column], bar, ring.queries.index(s), pred=kind == OUTPUTS)
+        load_tile(solve_map, [row * 64, 0], bar, ring.solves.index(s))
+        load_tile(gates_map, [row, 0], bar, ring.gate_tiles.index(s))
         if keys_map is not None:
-            load_tile(keys_map, [key_entry + i * HK, 0], bar, key_scales.index(s))
-        load_tile(v_map, [at, v_head * 128], bar, values.index(s), pred=kind != TRANSITION)
+            load_tile(keys_map, [key_entry + i * HK, 0], bar, ring.key_tiles.index(s))
+        load_tile(v_map, [at, v_column], bar, ring.values.index(s), pred=kind != TRANSITION)
 
 
 @gluon.jit
@@ -129,98 +104,71 @@ def _query_scale(query, gate, out, from_entry, scale):
 
 
 @gluon.jit
-def score_partition(
-    queries,
-    keys,
-    values,
-    gates,
-    key_scales,
-    scores,
-    query_scales,
-    full,
-    empty,
-    scored,
-    clean,
-    num_chunks,
-    tail_rows,
-    scale,
-    kind,
-    WITH_OUTPUTS: gl.constexpr,
-    L2NORM: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def score_partition(ring, item, WITH_OUTPUTS: gl.constexpr):
     """Zeroes the tail, and for OUTPUTS makes P [64 queries, 64 keys], in the tokens' dtype, of every chunk.
 
     A stage's P needs no barrier of its own against being overwritten: `full` follows `empty` of the chunk that used it.
     """
-    for i in range(num_chunks):
-        s = i % STAGES
-        mbarrier.wait(full.index(s), (i // STAGES) & 1)
-        if (tail_rows > 0) & (i == num_chunks - 1):
-            zero_tail(keys.index(s), tail_rows, ROWS_OF_A_GROUP)
-            zero_tail(values.index(s), tail_rows, ROWS_OF_A_GROUP)
+    for i in range(item.num_chunks):
+        s = i % ring.STAGES
+        mbarrier.wait(ring.full.index(s), (i // ring.STAGES) & 1)
+        if (item.tail_rows > 0) & (i == item.num_chunks - 1):
+            zero_tail(ring.keys.index(s), item.tail_rows, ROWS_OF_A_GROUP)
+            zero_tail(ring.values.index(s), item.tail_rows, ROWS_OF_A_GROUP)
             fence_async_shared()
             barrier()
-            mbarrier.arrive(clean, count=1)
+            mbarrier.arrive(ring.clean, count=1)
         if WITH_OUTPUTS:
-            if kind == OUTPUTS:
-                gate = gates.index(s)
+            if item.kind == OUTPUTS:
+                gate = ring.gates.index(s)
                 zeros = gl.zeros([64, 32], gl.float32, M32)
-                if L2NORM:
+                if ring.L2NORM:
                     _query_scale(
-                        queries.index(s), gate, query_scales.index(2 * s), query_scales.index(2 * s + 1), scale
+                        ring.queries.index(s),
+                        gate,
+                        ring.query_scales.index(2 * s),
+                        ring.query_scales.index(2 * s + 1),
+                        item.scale,
                     )
                     barrier()
                 for half in gl.static_range(2):  # 32 keys at a time: fits this warpgroup's small share of registers
-                    k = keys.index(s).slice(32 * half, 32)
-                    pending = warpgroup_mma(queries.index(s), k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                    k = ring.keys.index(s).slice(32 * half, 32)
+                    pending = warpgroup_mma(
+                        ring.queries.index(s), k.permute((1, 0)), zeros, use_acc=False, is_async=True
+                    )
                     g_i = _gate(gate, LOG_DECAY, R32)
                     g_j = gate.slice(LOG_DECAY * 64 + 32 * half, 32).load(C32)
                     i_row = gl.arange(0, 64, layout=R32)[:, None]
                     j_col = gl.arange(32 * half, 32 * half + 32, layout=C32)[None, :]
                     decay = gl.exp2(g_i[:, None] - g_j[None, :])
-                    if L2NORM:
-                        decay = decay * query_scales.index(2 * s).load(R32)[:, None]
-                        decay = decay * key_scales.index(s).slice(32 * half, 32).load(C32)[None, :]
+                    if ring.L2NORM:
+                        decay = decay * ring.query_scales.index(2 * s).load(R32)[:, None]
+                        decay = decay * ring.key_scales.index(s).slice(32 * half, 32).load(C32)[None, :]
                     else:
-                        decay = decay * scale
+                        decay = decay * item.scale
                     p = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
                     p = gl.where(i_row >= j_col, p * decay, 0.0)
-                    scores.index(s).slice(32 * half, 32, 1).store(p.to(scores.dtype))
+                    ring.scores.index(s).slice(32 * half, 32, 1).store(p.to(ring.scores.dtype))
                 fence_async_shared()
-                mbarrier.arrive(scored.index(s), count=1)
-        mbarrier.arrive(empty.index(s), count=1)
+                mbarrier.arrive(ring.scored.index(s), count=1)
+        mbarrier.arrive(ring.empty.index(s), count=1)
 
 
 @gluon.jit
-def _scan(
-    S,
-    keys,
-    values,
-    solves,
-    gates,
-    full,
-    empty,
-    clean,
-    num_chunks,
-    tail_rows,
-    SLAB: gl.constexpr,
-    WITH_VALUES: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _scan(S, ring, item, SLAB: gl.constexpr, WITH_VALUES: gl.constexpr):
     """The state after all chunks, nothing else."""
-    dtype: gl.constexpr = keys.dtype
+    dtype: gl.constexpr = ring.keys.dtype
     zeros = gl.zeros([64, 64], gl.float32, M64)
-    for i in range(num_chunks):
-        s = i % STAGES
-        gate = gates.index(s)
-        k = keys.index(s)
+    for i in range(item.num_chunks):
+        s = i % ring.STAGES
+        gate = ring.gates.index(s)
+        k = ring.keys.index(s)
         s16 = gl.convert_layout(S.to(dtype), A64)
-        mbarrier.wait(full.index(s), (i // STAGES) & 1)
-        mbarrier.wait(clean, 0, pred=(tail_rows > 0) & (i == num_chunks - 1))
+        mbarrier.wait(ring.full.index(s), (i // ring.STAGES) & 1)
+        mbarrier.wait(ring.clean, 0, pred=(item.tail_rows > 0) & (i == item.num_chunks - 1))
         pending_u = warpgroup_mma(s16, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         if WITH_VALUES:
-            v = values.index(s).slice(SLAB * 64, 64, 1).permute((1, 0)).load(M64)
+            v = ring.values.index(s).slice(SLAB * 64, 64, 1).permute((1, 0)).load(M64)
         from_start = _gate(gate, FROM_START, C64)
         beta = _gate(gate, BETA, C64)
         U = warpgroup_mma_wait(num_outstanding=0, deps=(pending_u,))
@@ -229,14 +177,14 @@ def _scan(
         else:
             w = (U * -(from_start * beta)[None, :]).to(dtype)
         w = gl.convert_layout(w, A64)
-        pending_n = warpgroup_mma(w, solves.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        pending_n = warpgroup_mma(w, ring.solves.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
         S = S * gl.exp2(gate.slice(LOG_DECAY * 64 + 63, 1).load(C128))[None, :]
         to_end = _gate(gate, TO_END, C64)
         N = warpgroup_mma_wait(num_outstanding=0, deps=(pending_n,))
         n16 = gl.convert_layout((N * to_end[None, :]).to(dtype), A128)
         pending_s = warpgroup_mma(n16, k, S, is_async=True)
         S = warpgroup_mma_wait(num_outstanding=0, deps=(pending_s,))
-        mbarrier.arrive(empty.index(s), count=1)
+        mbarrier.arrive(ring.empty.index(s), count=1)
     return S
 
 
@@ -281,252 +229,115 @@ def _store_state(S, at):
 
 
 @gluon.jit
-def _store_checkpoints(S, at, row_stride, tokens, rows, dump_row, entry, stop, position, chunks_done):
-    """Store S where a checkpoint stands in the chunk that follows: right there if on its first token, else the state
-    from which `checkpoints.finish` reaches it.  Returns the next entry and its position."""
-    while position // 64 == chunks_done:
-        row = gl.load(rows + entry)
-        if row != dump_row:
-            _store_state(S, at + row * row_stride)
-        entry += 1
-        position = gl.load(tokens + entry, mask=entry < stop, other=NO_MORE).to(gl.int32)
-    return entry, position
+def _position(checkpoints, number):
+    """Tokens of the item before a checkpoint."""
+    return gl.load(checkpoints.tokens + number, mask=number < checkpoints.stop, other=NO_MORE).to(gl.int32)
 
 
 @gluon.jit
-def _prefill(
-    S,
-    output_map,
-    output,
-    queries,
-    keys,
-    values,
-    solves,
-    gates,
-    scores,
-    query_scales,
-    staged,
-    full,
-    empty,
-    scored,
-    clean,
-    checkpoint_at,
-    checkpoint_tokens,
-    checkpoint_row,
-    checkpoint_dump,
-    checkpoint_entry,
-    checkpoint_stop,
-    token,
-    num_chunks,
-    tail_rows,
-    head,
-    H,
-    scale,
-    SLAB: gl.constexpr,
-    L2NORM: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _store_checkpoints(S, checkpoints, item, SLAB: gl.constexpr, number, position, chunks_done):
+    """Store S where a checkpoint stands in the chunk that follows: right there if on its first token, else the state
+    from which `checkpoints.finish` reaches it.  Returns the next one's number and position."""
+    while position // 64 == chunks_done:
+        row = gl.load(checkpoints.rows + number)
+        if row != checkpoints.dump:
+            _store_state(S, checkpoints.at + (row * item.H + item.head) * 16384 + SLAB * 8192)
+        number += 1
+        position = _position(checkpoints, number)
+    return number, position
+
+
+@gluon.jit
+def _prefill(S, ring, item, checkpoints, output_map, output, SLAB: gl.constexpr):
     """Outputs of all chunks, checkpoints, and the state after them."""
-    dtype: gl.constexpr = keys.dtype
+    dtype: gl.constexpr = ring.keys.dtype
     zeros = gl.zeros([64, 64], gl.float32, M64)
-    if checkpoint_at is not None:
-        stride = H.to(gl.int64) * 16384
-        position = gl.load(
-            checkpoint_tokens + checkpoint_entry, mask=checkpoint_entry < checkpoint_stop, other=NO_MORE
-        ).to(gl.int32)
-        checkpoint_entry, position = _store_checkpoints(
-            S,
-            checkpoint_at,
-            stride,
-            checkpoint_tokens,
-            checkpoint_row,
-            checkpoint_dump,
-            checkpoint_entry,
-            checkpoint_stop,
-            position,
-            0,
-        )
+    if checkpoints.at is not None:
+        number = checkpoints.first
+        position = _position(checkpoints, number)
+        number, position = _store_checkpoints(S, checkpoints, item, SLAB, number, position, 0)
     s16 = gl.convert_layout(S.to(dtype), A64)
-    for i in range(num_chunks):
-        s = i % STAGES
-        gate = gates.index(s)
-        k = keys.index(s)
-        mbarrier.wait(full.index(s), (i // STAGES) & 1)
-        mbarrier.wait(clean, 0, pred=(tail_rows > 0) & (i == num_chunks - 1))
+    for i in range(item.num_chunks):
+        s = i % ring.STAGES
+        gate = ring.gates.index(s)
+        k = ring.keys.index(s)
+        mbarrier.wait(ring.full.index(s), (i // ring.STAGES) & 1)
+        mbarrier.wait(ring.clean, 0, pred=(item.tail_rows > 0) & (i == item.num_chunks - 1))
         pending_u = warpgroup_mma(s16, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        pending_q = warpgroup_mma(s16, queries.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        v = values.index(s).slice(SLAB * 64, 64, 1).permute((1, 0)).load(M64)
+        pending_q = warpgroup_mma(s16, ring.queries.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        v = ring.values.index(s).slice(SLAB * 64, 64, 1).permute((1, 0)).load(M64)
         from_start = _gate(gate, FROM_START, C64)
         U = warpgroup_mma_wait(num_outstanding=1, deps=(pending_u,))
         w = (v.to(gl.float32) - U * from_start[None, :]) * _gate(gate, BETA, C64)[None, :]
         w = gl.convert_layout(w.to(dtype), A64)
-        pending_n = warpgroup_mma(w, solves.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        pending_n = warpgroup_mma(w, ring.solves.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
         S = S * gl.exp2(gate.slice(LOG_DECAY * 64 + 63, 1).load(C128))[None, :]
-        if L2NORM:
-            mbarrier.wait(scored.index(s), (i // STAGES) & 1)
-            from_entry = query_scales.index(2 * s + 1).load(C64)
+        if ring.L2NORM:
+            mbarrier.wait(ring.scored.index(s), (i // ring.STAGES) & 1)
+            from_entry = ring.query_scales.index(2 * s + 1).load(C64)
         else:
-            from_entry = _gate(gate, FROM_START, C64) * scale
+            from_entry = _gate(gate, FROM_START, C64) * item.scale
         out = warpgroup_mma_wait(num_outstanding=1, deps=(pending_q,))
         out = out * from_entry[None, :]
         to_end = _gate(gate, TO_END, C64)
         N = warpgroup_mma_wait(num_outstanding=0, deps=(pending_n,))
         n16 = gl.convert_layout((N * to_end[None, :]).to(dtype), A128)
         pending_s = warpgroup_mma(n16, k, S, is_async=True)
-        mbarrier.wait(scored.index(s), (i // STAGES) & 1)
+        mbarrier.wait(ring.scored.index(s), (i // ring.STAGES) & 1)
         n16 = gl.convert_layout(N.to(dtype), A64)
-        pending_o = warpgroup_mma(n16, scores.index(s).permute((1, 0)), out, is_async=True)
+        pending_o = warpgroup_mma(n16, ring.scores.index(s).permute((1, 0)), out, is_async=True)
         S = warpgroup_mma_wait(num_outstanding=1, deps=(pending_s,))
         s16 = gl.convert_layout(S.to(dtype), A64)
         tma.store_wait(pendings=0)
         out = warpgroup_mma_wait(num_outstanding=0, deps=(pending_o,))
         barrier()
-        mbarrier.arrive(empty.index(s), count=1)
-        at = token + i * 64
-        stage = staged.index(SLAB)
+        mbarrier.arrive(ring.empty.index(s), count=1)
+        at = item.token + i * 64
+        stage = ring.staged.index(SLAB)
         stage.permute((1, 0)).store(out.to(dtype))
-        if (tail_rows == 0) | (i < num_chunks - 1):
+        if (item.tail_rows == 0) | (i < item.num_chunks - 1):
             fence_async_shared()
             barrier()
-            store_tile(output_map, [at, head * 128 + SLAB * 64], stage)
+            store_tile(output_map, [at, item.head * 128 + SLAB * 64], stage)
         else:
             barrier()
             row = gl.arange(0, 16, layout=gl.SliceLayout(1, OUT_ROWS))[:, None]
             column = SLAB * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT_ROWS))[None, :]
-            base = output + (at.to(gl.int64) * H + head) * 128
+            base = output + (at.to(gl.int64) * item.H + item.head) * 128
             for u in gl.static_range(4):
                 x = stage.slice(16 * u, 16).load(OUT_ROWS)
-                gl.store(base + (16 * u + row) * (H * 128) + column, x, mask=16 * u + row < tail_rows)
-        if checkpoint_at is not None:
-            checkpoint_entry, position = _store_checkpoints(
-                S,
-                checkpoint_at,
-                stride,
-                checkpoint_tokens,
-                checkpoint_row,
-                checkpoint_dump,
-                checkpoint_entry,
-                checkpoint_stop,
-                position,
-                i + 1,
-            )
+                gl.store(base + (16 * u + row) * (item.H * 128) + column, x, mask=16 * u + row < item.tail_rows)
+        if checkpoints.at is not None:
+            number, position = _store_checkpoints(S, checkpoints, item, SLAB, number, position, i + 1)
     tma.store_wait(pendings=0)
     return S
 
 
 @gluon.jit
 def state_partition(
+    ring,
+    item,
+    states,
+    checkpoints,
     output_map,
     output,
-    queries,
-    keys,
-    values,
-    solves,
-    gates,
-    scores,
-    query_scales,
-    staged,
-    full,
-    empty,
-    scored,
-    clean,
-    entry_at,
-    exit_at,
-    checkpoints,
-    checkpoint_tokens,
-    checkpoint_row,
-    checkpoint_dump,
-    checkpoint_entry,
-    checkpoint_stop,
-    token,
-    num_chunks,
-    tail_rows,
-    head,
-    H,
-    scale,
-    kind,
-    from_entry,
-    diagonal,
-    leaves,
     SLAB: gl.constexpr,
     WITH_MAPS: gl.constexpr,
     WITH_OUTPUTS: gl.constexpr,
-    L2NORM: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
-    """State rows SLAB · 64 ... + 63: from entry_at where `from_entry`, else `diagonal` (1 or 0) times the identity; to
-    exit_at where `leaves`.  entry_at, exit_at point to fp32 [128, 128]; see `_prefill` and `_scan` for the rest."""
+    """State rows SLAB · 64 ... + 63, from where `states` says to where it says."""
     row = (SLAB * 64 + gl.arange(0, 64, layout=R128))[:, None]
     column = gl.arange(0, 128, layout=C128)[None, :]
     offset = row * 128 + column
-    S = gl.where(row == column, diagonal, 0.0)
-    S = S + gl.load(entry_at + offset, mask=offset < from_entry * 16384, other=0.0)
+    S = gl.where(row == column, states.diagonal, 0.0)
+    S = S + gl.load(states.entry + offset, mask=offset < states.from_entry * 16384, other=0.0)
     if WITH_OUTPUTS:
-        if kind == OUTPUTS:
-            S = _prefill(
-                S,
-                output_map,
-                output,
-                queries,
-                keys,
-                values,
-                solves,
-                gates,
-                scores,
-                query_scales,
-                staged,
-                full,
-                empty,
-                scored,
-                clean,
-                checkpoints + head * 16384 + SLAB * 8192 if checkpoints is not None else None,
-                checkpoint_tokens,
-                checkpoint_row,
-                checkpoint_dump,
-                checkpoint_entry,
-                checkpoint_stop,
-                token,
-                num_chunks,
-                tail_rows,
-                head,
-                H,
-                scale,
-                SLAB,
-                L2NORM,
-                STAGES,
-            )
+        if item.kind == OUTPUTS:
+            S = _prefill(S, ring, item, checkpoints, output_map, output, SLAB)
     if WITH_MAPS:
-        if kind == LOCAL_STATE:
-            S = _scan(
-                S,
-                keys,
-                values,
-                solves,
-                gates,
-                full,
-                empty,
-                clean,
-                num_chunks,
-                tail_rows,
-                SLAB,
-                True,
-                STAGES,
-            )
-        if kind == TRANSITION:
-            S = _scan(
-                S,
-                keys,
-                values,
-                solves,
-                gates,
-                full,
-                empty,
-                clean,
-                num_chunks,
-                tail_rows,
-                SLAB,
-                False,
-                STAGES,
-            )
-    if leaves != 0:
-        _store_state(S, exit_at + SLAB * 8192)
+        if item.kind == LOCAL_STATE:
+            S = _scan(S, ring, item, SLAB, True)
+        if item.kind == TRANSITION:
+            S = _scan(S, ring, item, SLAB, False)
+    if states.leaves != 0:
+        _store_state(S, states.exit + SLAB * 8192)

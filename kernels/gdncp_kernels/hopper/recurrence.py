@@ -15,14 +15,8 @@ from gdncp_kernels.hopper import checkpoints as inner_checkpoints
 from gdncp_kernels.hopper import forgetting, tensor_maps
 from gdncp_kernels.hopper.common import add, reinterpret
 from gdncp_kernels.hopper.launch import Launcher
-from gdncp_kernels.hopper.partitions import (
-    LOCAL_STATE,
-    OUTPUTS,
-    TRANSITION,
-    load_partition,
-    score_partition,
-    state_partition,
-)
+from gdncp_kernels.hopper.partitions import load_partition, score_partition, state_partition
+from gdncp_kernels.hopper.ring import LOCAL_STATE, OUTPUTS, TRANSITION, Checkpoints, Item, Ring, States
 
 if TYPE_CHECKING:
     from gdncp.backends.base import AffineMaps, Sinks, TokenInputs
@@ -227,150 +221,39 @@ def recurrence_kernel(
         mbarrier.init(scored.index(s), count=1)
     mbarrier.init(clean, count=1)
 
-    q_head = head * HQ // H
-    k_head = head * HK // H
-    v_head = head * HV // H
+    ring = Ring(
+        queries,
+        keys,
+        values,
+        solves,
+        gates,
+        key_scales,
+        gate_tiles,
+        key_tiles,
+        scores,
+        query_scales,
+        staged,
+        full,
+        empty,
+        scored,
+        clean,
+        STAGES,
+        L2NORM,
+    )
+    scanned_item = Item(token, num_chunks, tail_rows, head, H, kind, scale)
+    states = States(entry_at, exit_at, from_entry, diagonal, leaves)
+    inner = Checkpoints(
+        checkpoints, checkpoint_tokens, checkpoint_row, checkpoint_dump, checkpoint_entry, checkpoint_stop
+    )
     entry = (chunk * H + head).to(gl.int32)
-    key_entry = (chunk * HK + k_head).to(gl.int32)
+    key_entry = (chunk * HK + head * HK // H).to(gl.int32)
+    maps = (q_map, k_map, v_map, solve_map, gates_map, keys_map)
     gl.warp_specialize(
         [
-            (
-                state_partition,
-                (
-                    output_map,
-                    output,
-                    queries,
-                    keys,
-                    values,
-                    solves,
-                    gates,
-                    scores,
-                    query_scales,
-                    staged,
-                    full,
-                    empty,
-                    scored,
-                    clean,
-                    entry_at,
-                    exit_at,
-                    checkpoints,
-                    checkpoint_tokens,
-                    checkpoint_row,
-                    checkpoint_dump,
-                    checkpoint_entry,
-                    checkpoint_stop,
-                    token,
-                    num_chunks,
-                    tail_rows,
-                    head,
-                    H,
-                    scale,
-                    kind,
-                    from_entry,
-                    diagonal,
-                    leaves,
-                    0,
-                    WITH_MAPS,
-                    WITH_OUTPUTS,
-                    L2NORM,
-                    STAGES,
-                ),
-            ),
-            (
-                state_partition,
-                (
-                    output_map,
-                    output,
-                    queries,
-                    keys,
-                    values,
-                    solves,
-                    gates,
-                    scores,
-                    query_scales,
-                    staged,
-                    full,
-                    empty,
-                    scored,
-                    clean,
-                    entry_at,
-                    exit_at,
-                    checkpoints,
-                    checkpoint_tokens,
-                    checkpoint_row,
-                    checkpoint_dump,
-                    checkpoint_entry,
-                    checkpoint_stop,
-                    token,
-                    num_chunks,
-                    tail_rows,
-                    head,
-                    H,
-                    scale,
-                    kind,
-                    from_entry,
-                    diagonal,
-                    leaves,
-                    1,
-                    WITH_MAPS,
-                    WITH_OUTPUTS,
-                    L2NORM,
-                    STAGES,
-                ),
-            ),
-            (
-                score_partition,
-                (
-                    queries,
-                    keys,
-                    values,
-                    gates,
-                    key_scales,
-                    scores,
-                    query_scales,
-                    full,
-                    empty,
-                    scored,
-                    clean,
-                    num_chunks,
-                    tail_rows,
-                    scale,
-                    kind,
-                    WITH_OUTPUTS,
-                    L2NORM,
-                    STAGES,
-                ),
-            ),
-            (
-                load_partition,
-                (
-                    q_map,
-                    k_map,
-                    v_map,
-                    solve_map,
-                    gates_map,
-                    keys_map,
-                    queries,
-                    keys,
-                    values,
-                    solves,
-                    gate_tiles,
-                    key_tiles,
-                    full,
-                    empty,
-                    token,
-                    entry,
-                    key_entry,
-                    num_chunks,
-                    q_head,
-                    k_head,
-                    v_head,
-                    H,
-                    HK,
-                    kind,
-                    STAGES,
-                ),
-            ),
+            (state_partition, (ring, scanned_item, states, inner, output_map, output, 0, WITH_MAPS, WITH_OUTPUTS)),
+            (state_partition, (ring, scanned_item, states, inner, output_map, output, 1, WITH_MAPS, WITH_OUTPUTS)),
+            (score_partition, (ring, scanned_item, WITH_OUTPUTS)),
+            (load_partition, (ring, scanned_item, maps, entry, key_entry, HQ, HK, HV)),
         ],
         [4, 4, 1],
         [STATE_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS],
