@@ -7,9 +7,10 @@ upper bounds, for callers who only have lengths there.  A table never needs read
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -59,6 +60,7 @@ class WorkTable:
     checkpoint_row: torch.Tensor  # [num_checkpoints] row in `Sinks.checkpoints`
     checkpoint_start: torch.Tensor  # [num_items + 1] the item's first checkpoint
     host: HostTable | None  # None: built on the device
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # backends' launches over this table
 
     @cached_property
     def from_zeros(self) -> WorkTable:

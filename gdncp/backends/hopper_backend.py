@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gdncp import states
 from gdncp.backends.base import AffineMaps, Fold, Precision, Sinks, TokenInputs
 from gdncp.backends.triton_version import triton_rejection_reason
 from gdncp.work import WorkTable
@@ -56,12 +57,15 @@ class HopperBackend:
         from gdncp_kernels.hopper.precompute_t import precompute_t
         from gdncp_kernels.hopper.recurrence import cp_prefill, precompute_mn
         from gdncp_kernels.hopper.state_fixup import StateFold
+        from gdncp_kernels.hopper.states import load_states, store_states
 
         return SimpleNamespace(
             precompute_t=precompute_t,
             precompute_mn=precompute_mn,
             cp_prefill=cp_prefill,
             fold=StateFold(),
+            load_states=load_states,
+            store_states=store_states,
         )
 
     def precompute_t(self, inputs: TokenInputs, table: WorkTable) -> Tiles:
@@ -93,6 +97,22 @@ class HopperBackend:
     ) -> None:
         with _device_of(inputs.k), _aligned_output(sinks) as sinks:
             self._kernels.precompute_mn(_aligned(inputs), tiles, table, entry_states, maps, forget_below, sinks)
+
+    def load_states(
+        self, source: torch.Tensor | None, rows: torch.Tensor | None, out: torch.Tensor, out_rows: torch.Tensor
+    ) -> None:
+        if source is None or source.element_size() == 1:  # Triton and torch round to fp8 differently
+            states.load_states(source, rows, out, out_rows)
+            return
+        with _device_of(out):
+            self._kernels.load_states(source, rows, out, out_rows)
+
+    def store_states(self, final: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor | None) -> None:
+        if destination.element_size() == 1:
+            states.store_states(final, destination, rows)
+            return
+        with _device_of(destination):
+            self._kernels.store_states(final, destination, rows)
 
     @property
     def fold(self) -> Fold:

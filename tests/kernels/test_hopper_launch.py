@@ -1,5 +1,6 @@
-"""Which of a kernel's compiled variants a launch takes, with a compiler and a device that are pretended."""
+"""Which of a kernel's compiled variants a launch takes and with what, a compiler and a driver being pretended."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -7,59 +8,148 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from gdncp_kernels.hopper import launch
+from gdncp_kernels.hopper import launch, tensor_maps
+from gdncp_kernels.hopper.launch import Launcher, Number, Pointer
 
 
 def _kernel(x, y, count, scale, BLOCK: tl.constexpr):
     pass
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    """`compiled`: arguments and options of what was compiled; `launched`: variant, grid and arguments of the rest."""
-    machine = SimpleNamespace(device=0, compiled=[], launched=[], finishes=True)
+def _mapped(k_map, x, growth, scale, L2NORM: tl.constexpr):
+    pass
 
-    class Variant:
-        def __init__(self, number):
-            self.number, self.asm = number, {}
 
-        def __getitem__(self, grid):
-            return lambda *arguments: machine.launched.append((self.number, grid, arguments))
+METADATA = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
 
-    def first_launch(kernel, grid):
-        def run(*arguments, **options):
-            machine.compiled.append((grid, arguments, options))
-            return Variant(len(machine.compiled) - 1) if machine.finishes else None
 
-        return run
+def compiled_kernel(machine, number, num_maps):
+    """What Triton hands back, as far as it is used: `triton-3.6` has a launcher per kernel, behind one that encodes."""
 
-    monkeypatch.setattr(JITFunction, "__getitem__", first_launch)
-    active = SimpleNamespace(get_current_device=lambda: machine.device)
+    def launcher(*arguments):
+        machine.launched.append((number, arguments))
+
+    def inner(*arguments):
+        raise AssertionError(f"encodes maps again, for {launcher}")
+
+    run = SimpleNamespace(
+        global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=False, launch=inner
+    )
+    if machine.triton == "3.9":
+        run.arg_annotations, run.kernel_signature = "annotations", "types"
+    return SimpleNamespace(
+        run=run,
+        function=f"f{number}",
+        packed_metadata="packed",
+        metadata=SimpleNamespace(tensordesc_meta=[METADATA] * num_maps),
+        launch_metadata=lambda grid, stream: ("metadata", grid, stream),
+    )
+
+
+@pytest.fixture(params=["3.6", "3.9"])
+def machine(monkeypatch, request):
+    """`compiled`: arguments and options; `launched`: variant and what Triton's launcher in C got; `encoded`: maps."""
+    m = SimpleNamespace(device=0, triton=request.param, compiled=[], launched=[], encoded=[], late=False)
+
+    def run(kernel, *arguments, grid, warmup, **options):
+        assert warmup
+        m.compiled.append((arguments, options))
+        number = len(m.compiled) - 1
+        kernel = compiled_kernel(m, number, sum(hasattr(x, "block_shape") for x in arguments))
+        m.one_launcher = lambda *all_: m.launched.append((int(all_[5 - 1][1:]), (*all_[:-1], *all_[-1])))
+        return SimpleNamespace(result=lambda: kernel) if m.late else kernel
+
+    def fill(*arguments):
+        m.encoded.append(arguments)
+        return f"map {len(m.encoded) - 1}"
+
+    name = "fill_tma_descriptor_tiled" if m.triton == "3.9" else "fill_tma_descriptor"
+    utils = SimpleNamespace(launch=lambda *all_: m.one_launcher(*all_), **{name: fill})
+    monkeypatch.setattr(JITFunction, "run", run)
+    active = SimpleNamespace(
+        get_current_device=lambda: m.device, get_current_stream=lambda device: 100 + device, utils=utils
+    )
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-    return machine
+    return m
+
+
+def launched(machine):
+    """Variant, grid, stream and the kernel's arguments of each launch."""
+    behind = 14 - 1 if machine.triton == "3.6" else 15
+    return [(number, all_[:3], all_[3], all_[behind:]) for number, all_ in machine.launched]
 
 
 def test_a_variant_is_compiled_once_for_what_calls_differ_in(machine):
-    run = launch.Launcher(JITFunction(_kernel), num_warps=4)
+    run = Launcher(JITFunction(_kernel), num_warps=4)
     x = torch.zeros(64)
     calls = [(x, None, 3, 1.0, 16), (x[1:], None, 3, 1.0, 16), (x, x, 3, 1.0, 16), (x, None, 3, 1.0, 32)]
     calls += [(x, None, 3, None, 16)]
-    for call in calls:
-        run(7, *call)
-    assert machine.compiled == [((7,), call, {"num_warps": 4}) for call in calls] and not machine.launched
     again = [(x[4:], None, 5, 2.0, 16), *calls[1:]]  # aligned as x is, other numbers
-    for call in again:
-        run(9, *call)
-    assert machine.launched == [(i, (9, 1, 1), call) for i, call in enumerate(again)]
+    for call in [*calls, *again]:
+        run(7, *call)
+    assert machine.compiled == [(call, {"num_warps": 4}) for call in calls]
+    addresses = [tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in call) for call in [*calls, *again]]
+    assert launched(machine) == [(i % 5, (7, 1, 1), 100, call) for i, call in enumerate(addresses)]
     machine.device = 1
     run(7, *calls[0])
-    assert len(machine.compiled) == len(calls) + 1
+    assert len(machine.compiled) == len(calls) + 1 and launched(machine)[-1][2] == 101
 
 
-def test_what_is_not_compiled_yet_is_not_kept(machine):
-    run, x = launch.Launcher(JITFunction(_kernel)), torch.zeros(16)
-    machine.finishes = False
-    run(1, x, x, 1, 1.0, 16)
-    machine.finishes = True
-    run(1, x, x, 1, 1.0, 16)
-    assert len(machine.compiled) == 2 and not machine.launched
+def test_a_compilation_that_still_runs_is_waited_for(machine):
+    machine.late = True
+    Launcher(JITFunction(_kernel))(1, torch.zeros(16), None, 1, 1.0, 16)
+    assert len(launched(machine)) == 1
+
+
+def prepared(kernel=_mapped):
+    k = torch.zeros(96, 2, 128, dtype=torch.bfloat16)
+    arguments = {
+        "growth": Pointer("tiles", torch.float32, 512),
+        "x": Pointer("x", torch.float32),
+        "L2NORM": True,
+        "k_map": tensor_maps.tokens("k", k),
+        "scale": Number("scale", 1.0),
+    }
+    return Launcher(JITFunction(kernel), num_warps=1).prepare(5, ("scale", "k", "x", "tiles"), arguments)
+
+
+def test_what_changes_goes_where_it_belongs(machine):
+    run = prepared()
+    run(0.5, 4096, 32, 1024)
+    run(0.25, 8192, 64, 2048)
+    run(0.5, 4096, 32, 1024)
+    shape = (96, 256, 256, 1)
+    expected = [("map 0", *shape, 32, 1536, 0.5, True), ("map 1", *shape, 64, 2560, 0.25, True)]
+    assert launched(machine) == [(0, (5, 1, 1), 100, values) for values in (*expected, expected[0])]
+    assert machine.encoded == [(a, 3, 2, 9, (64, 64), (96, 256), (256, 1), 0) for a in (4096, 8192)]  # each once
+
+
+def test_a_pointer_off_the_grid_takes_a_variant_of_its_own(machine):
+    run = prepared()
+    run(0.5, 4096, 32, 1024)
+    run(0.5, 4096, 36, 1024)
+    run(0.5, 4096, 40, 1024)
+    run(0.5, 4096, 36, 1028)
+    assert [number for number, *_ in launched(machine)] == [0, 1, 1, 2]
+    aligned = [
+        [x.data_ptr() % 16 == 0 for x in arguments if isinstance(x, Pointer)] for arguments, _ in machine.compiled
+    ]
+    assert aligned == [[True, True], [False, True], [False, False]]
+
+
+def test_a_profiler_sees_each_launch(machine, monkeypatch):
+    seen = SimpleNamespace(calls=["a hook"])
+    run = prepared()
+    monkeypatch.setattr(
+        launch,
+        "knobs",
+        SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=seen, launch_exit_hook=SimpleNamespace(calls=[]))),
+    )
+    run(0.5, 4096, 32, 1024)
+    ((_, arguments),) = machine.launched
+    assert ("metadata", (5, 1, 1), 100) in arguments and seen in arguments
+
+
+def test_triton_still_has_the_launcher_behind_the_one_that_encodes():
+    source = inspect.getsource(launch.nvidia)
+    assert "def wrap_handle_tensordesc(launcher, " in source and hasattr(launch.nvidia, "TMA_DTYPE_DEVICE_TO_HOST")

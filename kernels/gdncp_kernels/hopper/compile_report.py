@@ -12,9 +12,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import triton
@@ -26,6 +29,7 @@ from gdncp.backends.base import AffineMaps, Sinks, TokenInputs
 from gdncp.backends.hopper_backend import HopperBackend
 from gdncp.layout import layout_of_plan
 from gdncp.plan import plan_prefill
+from gdncp_kernels.hopper.launch import Launcher
 
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
@@ -43,6 +47,8 @@ class Compiled(NamedTuple):
 
 
 class _PretendedHopper:
+    utils = SimpleNamespace(fill_tma_descriptor=lambda *_: None)
+
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
@@ -57,20 +63,24 @@ class _PretendedHopper:
 def _compiling_only(seen: dict[str, tuple[str, Any]], label: list[str]) -> Iterator[None]:
     """Every launch inside compiles and is noted in `seen` (by the binary's hash), and nothing runs."""
 
+    def compiled(kernel: JITFunction, *arguments: Any, **options: Any) -> Any:
+        binary = kernel.run(*arguments, grid=(1,), warmup=True, **options)
+        seen.setdefault(binary.hash, (label[0], binary))
+        return binary
+
     def launch(kernel: JITFunction, grid: Any) -> Any:
-        def note(*arguments: Any, **options: Any) -> None:
-            binary = kernel.run(*arguments, grid=grid, warmup=True, **options)
-            seen.setdefault(binary.hash, (label[0], binary))
+        return partial(compiled, kernel)
 
-        return note
+    def variant(launcher: Launcher, arguments: Any) -> Any:
+        binary = compiled(launcher.kernel, *arguments, **launcher.options)
+        return SimpleNamespace(tensor_maps=binary.metadata.tensordesc_meta, enqueue=lambda *_: None)
 
-    original, previous = JITFunction.__getitem__, driver._active
+    previous = driver._active
     driver.set_active(_PretendedHopper())
-    JITFunction.__getitem__ = launch
     try:
-        yield
+        with patch.object(JITFunction, "__getitem__", launch), patch.object(Launcher, "compiled", variant):
+            yield
     finally:
-        JITFunction.__getitem__ = original
         driver.set_active(previous)
 
 

@@ -15,6 +15,7 @@ import triton.language as tl
 
 if TYPE_CHECKING:
     from gdncp.backends.base import TokenInputs
+    from gdncp.scratch import Scratch
     from gdncp.work import WorkTable
     from gdncp_kernels.hopper.precompute_t import Tiles
 
@@ -129,15 +130,14 @@ def fill_dropped(
     tiles: Tiles,
     table: WorkTable,
     entry_states: torch.Tensor,
-    dropped: torch.Tensor,
-    start_chunk: torch.Tensor,
+    maps: Scratch,
     dump_row: int,
 ) -> None:
-    """Write `AffineMaps.dropped` where the scan was cut at start_chunk [num_maps, H]; elsewhere it is 0 already.
+    """Write `dropped` of the maps where the scan was cut at `Tiles.start_chunk`; elsewhere it is 0 already.
 
     Only for who asks: it reads all values that were left out.
     """
-    num_heads = inputs.num_state_heads
+    num_heads, start_chunk = inputs.num_state_heads, tiles.start_chunk
     reach = torch.empty_like(tiles.growth)
     _reach_kernel[(table.num_maps * SLICES * num_heads,)](
         inputs.v,
@@ -167,7 +167,7 @@ def fill_dropped(
         table.map_row,
         table.map_is_first.view(torch.uint8),
         entry_states,
-        dropped,
+        maps.tensor("dropped"),
         num_heads,
         dump_row,
         num_warps=1,

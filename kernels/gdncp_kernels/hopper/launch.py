@@ -1,52 +1,220 @@
-"""Launches at the price of a launch: the compiled variant is found by the few things in which our calls differ."""
+"""Launches at the price of a launch: what stays the same from call to call is prepared once, addresses are filled in.
+
+Triton finds the variant to run by specialising every argument anew, and encodes every tensor map anew, which takes
+longer than enqueuing the kernel.  Here a variant is known by its constexprs and by which pointers are there and
+aligned: the rest never changes, as a launch sees one dtype per pointer, one box per tensor map, and integers that are
+not specialised.  Pointers go to Triton's launcher in C as addresses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
+import triton.backends.nvidia.driver as nvidia
+from triton import knobs
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 _ALIGNMENT = 16  # bytes: what Triton compiles pointers for
 
 
-class Launcher:
-    """A kernel, called as `launcher(num_programs, *arguments, **options)` with all its arguments in order.
+@dataclass(frozen=True)
+class Pointer:
+    """An argument that changes: the address that a `Launch` gets under this name, plus `offset` bytes."""
 
-    Triton finds the variant to run by specialising every argument anew, which takes longer than enqueuing it.  Here a
-    variant is known by the device, the constexprs, and which pointers are there and aligned: the rest never changes, as
-    each of our kernels sees one dtype per pointer, one box per tensor map, and integers that are not specialised.
-    """
+    name: str
+    dtype: torch.dtype
+    offset: int = 0
+    aligned: bool = True
+
+    def data_ptr(self) -> int:
+        """All that a compiler asks of a tensor, beside its dtype."""
+        return 0 if self.aligned else 1
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tensor map of what lies at the address that a `Launch` gets under this name, plus `offset` bytes."""
+
+    name: str
+    like: TensorDescriptor
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that changes."""
+
+    name: str
+    like: int | float
+
+
+class Launcher:
+    """A kernel.  Called as `launcher(num_programs, *arguments)` with all its arguments in order, or prepared."""
 
     def __init__(self, kernel: JITFunction[Callable[..., None]], **options: int):
-        self._kernel, self._options = kernel, options
-        self._jitted = isinstance(kernel, JITFunction)  # else by the interpreter
-        parameters = kernel.params if self._jitted else []
-        self._constants = [p.num for p in parameters if p.is_constexpr]
-        self._others = [p.num for p in parameters if not p.is_constexpr]
-        self._variants: dict[tuple[Any, ...], Any] = {}
+        self.kernel, self.options = kernel, options
+        self.jitted = isinstance(kernel, JITFunction)  # else by the interpreter
+        self._constants = frozenset(p.num for p in kernel.params if p.is_constexpr) if self.jitted else frozenset()
+        self._variants: dict[tuple[Any, ...], _Variant] = {}
 
     def __call__(self, num_programs: int, *arguments: Any) -> None:
-        if not self._jitted:
-            self._kernel[(num_programs,)](*arguments, **self._options)
+        if not self.jitted:
+            self.kernel[(num_programs,)](*arguments, **self.options)
             return
-        key = (
-            driver.active.get_current_device(),
-            *[arguments[i] for i in self._constants],
-            *[_kind(arguments[i]) for i in self._others],
-        )
-        variant = self._variants.get(key)
-        if variant is not None:
-            variant[num_programs, 1, 1](*arguments)
-            return
-        compiled = self._kernel[(num_programs,)](*arguments, **self._options)
-        if hasattr(compiled, "asm"):  # not a compilation that still runs
-            self._variants[key] = compiled
+        key: list[Any] = [driver.active.get_current_device()]
+        values = []
+        for i, x in enumerate(arguments):
+            if isinstance(x, torch.Tensor):
+                address = x.data_ptr()
+                values.append(address)
+                key.append((x.dtype, address % _ALIGNMENT == 0))
+            else:
+                values.append(x)
+                key.append(x if x is None or i in self._constants else type(x))
+        variant = self._variants.get(tuple(key))
+        if variant is None:
+            variant = self._variants[tuple(key)] = self.compiled(arguments)
+        variant.enqueue(num_programs, values)
+
+    def compiled(self, arguments: Sequence[Any]) -> _Variant:
+        """The variant for such arguments, in order, on the current device."""
+        kernel: Any = self.kernel.run(*arguments, grid=(1,), warmup=True, **self.options)
+        return _Variant(kernel.result() if hasattr(kernel, "result") else kernel)  # which may still be compiled
+
+    def prepare(self, num_programs: int, changing: Sequence[str], arguments: Mapping[str, Any]) -> Launch:
+        """Arguments by name; those that change are a `Pointer`, `Tile` or `Number` of a name in `changing`."""
+        return Launch(self, num_programs, tuple(changing), [arguments[name] for name in self.kernel.arg_names])
 
 
-def _kind(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
-        return x.data_ptr() % _ALIGNMENT == 0
-    return None if x is None else type(x)
+class Launch:
+    """A kernel with its grid and arguments, but for what changes: `launch(*values)` in the order of `changing`."""
+
+    def __init__(self, launcher: Launcher, num_programs: int, changing: tuple[str, ...], arguments: Sequence[Any]):
+        self._launcher, self._num_programs = launcher, num_programs
+        self._changing, self._arguments = changing, arguments
+        self._variants: dict[tuple[bool, ...], _Variant] = {}
+        pointers = [x for x in arguments if isinstance(x, Pointer)]
+        self._aligned = self._variant((True,) * len(pointers))
+        self._last: tuple[tuple[Any, ...], _Variant, list[Any]] = ((), self._aligned, [])
+        metadata = iter(self._aligned.tensor_maps)
+        self._values: list[Any] = []
+        self._pointers: list[tuple[int, int, int]] = []  # position in `_values`, index in `changing`, offset
+        self._tiles: list[tuple[int, int, int, Callable[[int], Any]]] = []  # the same, and what encodes a map
+        self._numbers: list[tuple[int, int]] = []
+        for x in arguments:
+            at = len(self._values)
+            if isinstance(x, Tile):
+                encode = _encoder(_fill(), _frozen(next(metadata)), *x.like.shape)
+                self._tiles.append((at, changing.index(x.name), x.offset, encode))
+                self._values += [None, *x.like.shape, *x.like.strides]  # the last four always follow a map
+                continue
+            if isinstance(x, Pointer):
+                self._pointers.append((at, changing.index(x.name), x.offset))
+            elif isinstance(x, Number):
+                self._numbers.append((at, changing.index(x.name)))
+            self._values.append(x.data_ptr() if isinstance(x, torch.Tensor) else x)
+
+    def __call__(self, *changing: Any) -> None:
+        last, variant, values = self._last
+        if last != changing:  # allocators hand out the same memory again and again
+            variant, values = self._filled(changing)
+            self._last = changing, variant, values
+        variant.enqueue(self._num_programs, values)
+
+    def _filled(self, changing: tuple[Any, ...]) -> tuple[_Variant, list[Any]]:
+        """The variant for such values, and all arguments as Triton's launcher takes them."""
+        values, bits = self._values.copy(), 0
+        for at, index, offset in self._pointers:
+            values[at] = address = changing[index] + offset
+            bits |= address
+        for at, index, offset, encode in self._tiles:
+            values[at] = encode(changing[index] + offset)
+        for at, index in self._numbers:
+            values[at] = changing[index]
+        variant = self._aligned
+        if bits % _ALIGNMENT:
+            variant = self._variant(tuple(values[at] % _ALIGNMENT == 0 for at, _, _ in self._pointers))
+        return variant, values
+
+    def _variant(self, aligned: tuple[bool, ...]) -> _Variant:
+        """The variant for pointers of which these are aligned."""
+        if aligned not in self._variants:
+            flags = iter(aligned)
+            self._variants[aligned] = self._launcher.compiled(
+                [
+                    replace(x, aligned=next(flags)) if isinstance(x, Pointer) else getattr(x, "like", x)
+                    for x in self._arguments
+                ]
+            )
+        return self._variants[aligned]
+
+
+class _Variant:
+    """A kernel compiled for, and loaded on, the current device, and how Triton's launcher in C is called."""
+
+    def __init__(self, kernel: Any):
+        self._kernel = kernel  # its code is unloaded with it
+        run = kernel.run  # loads it
+        assert not (run.global_scratch_size or run.profile_scratch_size), "our kernels need no scratch of Triton's"
+        self.tensor_maps = getattr(kernel.metadata, "tensordesc_meta", None) or ()
+        self._device, self._current_stream = driver.active.get_current_device(), driver.active.get_current_stream
+        flags: tuple[Any, ...] = (kernel.function, run.launch_cooperative_grid, run.launch_pdl)
+        self._one_list = hasattr(run, "arg_annotations")
+        if self._one_list:  # Triton has one launcher for all kernels, which takes their arguments as a list
+            self._launch = driver.active.utils.launch
+            self._flags: tuple[Any, ...] = (*flags, kernel.packed_metadata)
+            self._behind_hooks: tuple[Any, ...] = (None, None, run.arg_annotations, run.kernel_signature)
+        else:  # it made one for this kernel
+            self._launch = _unwrapped(run.launch)
+            self._flags, self._behind_hooks = (*flags, None, None, kernel.packed_metadata), ()
+
+    def enqueue(self, num_programs: int, values: list[Any]) -> None:
+        stream, hooks = self._current_stream(self._device), _NO_HOOKS
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if enter.calls or leave.calls:  # a profiler's
+            hooks = (self._kernel.launch_metadata((num_programs, 1, 1), stream), enter, leave)
+        arguments = (values,) if self._one_list else values
+        self._launch(num_programs, 1, 1, stream, *self._flags, *hooks, *self._behind_hooks, *arguments)
+
+
+_NO_HOOKS: tuple[Any, ...] = (None, None, None)
+
+
+def _unwrapped(launch: Any) -> Any:
+    """Triton's launcher in C, without the Python around it that encodes tensor maps at every launch."""
+    return inspect.getclosurevars(launch).nonlocals["launcher"] if inspect.isfunction(launch) else launch
+
+
+def _frozen(metadata: Mapping[str, Any]) -> tuple[int, int, int, tuple[int, ...]]:
+    assert not metadata["fp4_padded"]
+    host_type = nvidia.TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]]
+    return metadata["swizzle"], metadata["elem_size"], host_type, tuple(metadata["block_size"])
+
+
+def _fill() -> Callable[..., Any]:
+    """What encodes a tensor map: address, element and box, shape, strides, padding -> what Triton's launcher takes."""
+    utils = driver.active.utils
+    name = "fill_tma_descriptor_tiled" if hasattr(utils, "fill_tma_descriptor_tiled") else "fill_tma_descriptor"
+    fill: Callable[..., Any] = getattr(utils, name)
+    return fill
+
+
+@lru_cache(maxsize=256)
+def _encoder(
+    fill: Callable[..., Any], metadata: tuple[int, int, int, tuple[int, ...]], num_rows: int, num_columns: int
+) -> Callable[[int], Any]:
+    """address -> the encoded tensor map of [num_rows, num_columns], contiguous, that lies there."""
+    shape, strides = (num_rows, num_columns), (num_columns, 1)
+
+    @lru_cache(maxsize=256)  # a map says nothing but where what lies
+    def encode(address: int) -> Any:
+        return fill(address, *metadata, shape, strides, 0)
+
+    return encode

@@ -17,6 +17,7 @@ register, a right-hand operand, so X and Xᵀ are carried side by side and nothi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
 
+from gdncp.scratch import Scratch, ScratchLayout
 from gdncp_kernels.hopper import tensor_maps
 from gdncp_kernels.hopper.common import (
     BETA,
@@ -42,7 +44,7 @@ from gdncp_kernels.hopper.common import (
     store_tile,
     zero_tail,
 )
-from gdncp_kernels.hopper.launch import Launcher
+from gdncp_kernels.hopper.launch import Launch, Launcher, Pointer
 
 if TYPE_CHECKING:
     from gdncp.backends.base import TokenInputs
@@ -60,14 +62,51 @@ ROWS_OF_A_WARP = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0]))
 TOKENS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Tiles:
     """One entry per flat chunk and state head, chunk-major; those of empty chunks are never written or read."""
 
-    solve: torch.Tensor  # [chunks · H · 64, 64] in the tokens' dtype: T
-    gates: torch.Tensor  # [chunks · H, NUM_GATES · 64] fp32: see `common`
-    keys: torch.Tensor  # [chunks · HK, 64] fp32: with L2 norm what it multiplies the key by; without, the key's square
-    growth: torch.Tensor  # [chunks · H] fp32: log2 of the product of a_t (see `forgetting`), rounded up
+    scratch: Scratch  # laid out by `tiles_layout`; the properties are its tensors
+
+    @property
+    def solve(self) -> torch.Tensor:
+        """[chunks · H · 64, 64] in the tokens' dtype: T."""
+        return self.scratch.tensor("solve")
+
+    @property
+    def gates(self) -> torch.Tensor:
+        """[chunks · H, NUM_GATES · 64] fp32: see `common`."""
+        return self.scratch.tensor("gates")
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[chunks · HK, 64] fp32: with L2 norm what it multiplies the key by; without, the key's square."""
+        return self.scratch.tensor("keys")
+
+    @property
+    def growth(self) -> torch.Tensor:
+        """[chunks · H] fp32: log2 of the product of a_t (see `forgetting`), rounded up."""
+        return self.scratch.tensor("growth")
+
+    @property
+    def start_chunk(self) -> torch.Tensor:
+        """[maps, H] int32: the chunk from which stage 2, which writes it, scans for N."""
+        return self.scratch.tensor("start_chunk")
+
+
+@lru_cache(maxsize=256)
+def tiles_layout(num_chunks: int, num_heads: int, num_k_heads: int, num_maps: int, dtype: torch.dtype) -> ScratchLayout:
+    """Of the tensors of `Tiles`."""
+    entries = num_chunks * num_heads
+    return ScratchLayout(
+        {
+            "solve": ((entries * CHUNK, CHUNK), dtype),
+            "gates": ((entries, NUM_GATES * CHUNK), torch.float32),
+            "keys": ((num_chunks * num_k_heads, CHUNK), torch.float32),
+            "growth": ((entries,), torch.float32),
+            "start_chunk": ((num_maps, num_heads), torch.int32),
+        }
+    )
 
 
 @gluon.jit
@@ -317,34 +356,53 @@ def precompute_t_kernel(
     tma.store_wait(pendings=0)
 
 
-_launch = Launcher(precompute_t_kernel, num_warps=1)
+_launcher = Launcher(precompute_t_kernel, num_warps=1)
+_CHANGING = ("k", "gate", "beta", "tiles")
 
 
 def precompute_t(inputs: TokenInputs, table: WorkTable) -> Tiles:
     """Launch stage 1 over the table's chunks."""
-    num_heads, num_k_heads = inputs.num_state_heads, inputs.k.shape[1]
-    device, entries = inputs.k.device, table.num_chunks * num_heads
-    tiles = Tiles(
-        solve=torch.empty(entries * CHUNK, CHUNK, dtype=inputs.k.dtype, device=device),
-        gates=torch.empty(entries, NUM_GATES * CHUNK, dtype=torch.float32, device=device),
-        keys=torch.empty(table.num_chunks * num_k_heads, CHUNK, dtype=torch.float32, device=device),
-        growth=torch.empty(entries, dtype=torch.float32, device=device),
-    )
-    if table.num_chunks and inputs.k.shape[0]:
-        _launch(
-            table.num_chunks * num_k_heads,
-            tensor_maps.tokens(inputs.k),
-            tensor_maps.solve(tiles.solve),
-            inputs.gate,
-            inputs.beta,
-            tiles.gates,
-            tiles.keys,
-            tiles.growth,
-            table.chunk_token,
-            table.chunk_rows,
-            num_heads,
-            num_k_heads,
-            inputs.gate_space == "log",
-            inputs.use_qk_l2norm,
+    key = (precompute_t, inputs.kind)
+    prepared = table.prepared.get(key)
+    if prepared is None:
+        prepared = table.prepared[key] = _prepare(inputs, table)
+    layout, launch = prepared
+    scratch = Scratch(layout, inputs.k.device)
+    if launch is not None:
+        gate, beta = inputs.gate, inputs.beta
+        launch(
+            inputs.k.data_ptr(),
+            None if gate is None else gate.data_ptr(),
+            None if beta is None else beta.data_ptr(),
+            scratch.data_ptr(),
         )
-    return tiles
+    return Tiles(scratch)
+
+
+def _prepare(inputs: TokenInputs, table: WorkTable) -> tuple[ScratchLayout, Launch | None]:
+    """How the tiles of such inputs lie, and the launch that makes them, if there is anything to make."""
+    num_heads, num_k_heads = inputs.num_state_heads, inputs.k.shape[1]
+    layout = tiles_layout(table.num_chunks, num_heads, num_k_heads, table.num_maps, inputs.k.dtype)
+    if not (table.num_chunks and inputs.k.shape[0]):
+        return layout, None
+    return layout, _launcher.prepare(
+        table.num_chunks * num_k_heads,
+        _CHANGING,
+        {
+            "k_map": tensor_maps.tokens("k", inputs.k),
+            "solve_map": tensor_maps.solve(
+                "tiles", table.num_chunks * num_heads, inputs.k.dtype, layout.offset("solve")
+            ),
+            "gate": None if inputs.gate is None else Pointer("gate", torch.float32),
+            "beta": None if inputs.beta is None else Pointer("beta", torch.float32),
+            "gates": Pointer("tiles", torch.float32, layout.offset("gates")),
+            "key_out": Pointer("tiles", torch.float32, layout.offset("keys")),
+            "growth": Pointer("tiles", torch.float32, layout.offset("growth")),
+            "chunk_token": table.chunk_token,
+            "chunk_rows": table.chunk_rows,
+            "H": num_heads,
+            "HK": num_k_heads,
+            "LOG_SPACE": inputs.gate_space == "log",
+            "L2NORM": inputs.use_qk_l2norm,
+        },
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from gdncp_kernels.hopper import checkpoints as inner_checkpoints
 from gdncp_kernels.hopper import forgetting, tensor_maps
 from gdncp_kernels.hopper.common import add, reinterpret
-from gdncp_kernels.hopper.launch import Launcher
+from gdncp_kernels.hopper.launch import Launch, Launcher, Number, Pointer
 from gdncp_kernels.hopper.partitions import load_partition, score_partition, state_partition
 from gdncp_kernels.hopper.ring import LOCAL_STATE, OUTPUTS, TRANSITION, Checkpoints, Item, Ring, States
 
@@ -261,10 +261,10 @@ def recurrence_kernel(
 
 
 _launcher = Launcher(recurrence_kernel, num_warps=4)
-
-
-def _launch(num_programs: int, **arguments: Any) -> None:
-    _launcher(num_programs, *[arguments[name] for name in recurrence_kernel.arg_names])
+_CHANGING = (
+    *("q", "k", "v", "output", "tiles", "entry_states", "checkpoints", "final_states", "maps"),  # addresses
+    *("scale", "log2_forget_below", "map_dump", "final_dump", "checkpoint_dump"),
+)
 
 
 def precompute_mn(
@@ -279,43 +279,19 @@ def precompute_mn(
     """Launch stage 2 over the table's maps; with `sinks` also stage 4 of the items in `table.opens`."""
     if not table.num_maps or not inputs.k.shape[0]:
         return
-    num_heads = inputs.num_state_heads
+    num_rows = maps.scratch.layout.fields["gain"].shape[0]
+    key = (precompute_mn, inputs.kind, num_rows, sinks is not None, _has_checkpoints(table, sinks))
+    launch = table.prepared.get(key)
+    if launch is None:
+        arguments = {**_everywhere(inputs, tiles, table), **_outputs(inputs, table, sinks), **_maps(tiles, table, maps)}
+        launch = table.prepared[key] = _prepare(table.num_maps * 2 * inputs.num_state_heads, arguments)
     # a table built on the device pads with maps that go to the last row, which nobody reads
-    dump_row = maps.transition.shape[0] - 1 if table.host is None else -1
-    start_chunk = torch.empty(table.num_maps, num_heads, dtype=torch.int32, device=inputs.k.device)
-    if forget_below > 0:  # rounded down
-        threshold = math.log2(forget_below)
-        threshold -= 1e-6 * max(abs(threshold), 1.0)
-    else:
-        threshold = -1e30  # below any product, resets too
-    _launch(
-        table.num_maps * 2 * num_heads,
-        **_everywhere(inputs, tiles, table, entry_states),
-        **(_outputs(inputs, table, sinks) if sinks is not None else _NO_OUTPUTS),
-        **_NO_FINAL_STATES,
-        opens=None,
-        map_item=table.map_item,
-        map_row=table.map_row,
-        map_is_first=table.map_is_first.view(torch.uint8),
-        growth=tiles.growth,
-        transition=maps.transition,
-        local_state=maps.local_state,
-        gain=maps.gain,
-        dropped=maps.dropped_rows,
-        forgot=maps.forgot.view(torch.uint8),
-        scanned=maps.scanned,
-        start_chunk=start_chunk,
-        log2_forget_below=threshold,
-        map_dump=dump_row,
-        WITH_MAPS=True,
-        WITH_OUTPUTS=sinks is not None,
-    )
+    map_dump = num_rows - 1 if table.host is None else -1
+    _enqueue(launch, inputs, tiles, entry_states, sinks, maps, _threshold(forget_below), map_dump)
     if forget_below > 0:
-        maps.deferred.append(
-            partial(
-                forgetting.fill_dropped, inputs, tiles, table, entry_states, maps.dropped_rows, start_chunk, dump_row
-            )
-        )
+        # not of `maps`, which would then keep itself alive
+        fill = partial(forgetting.fill_dropped, inputs, tiles, table, entry_states, maps.scratch, map_dump)
+        maps.deferred.append(fill)
 
 
 def cp_prefill(
@@ -329,48 +305,96 @@ def cp_prefill(
     """Launch stage 4 over the table's items; with `opened` without those in `table.opens`, which stage 2 has done."""
     if not table.num_items:
         return
-    _launch(
-        table.num_items * inputs.num_state_heads,
-        **_everywhere(inputs, tiles, table, entry_states),
-        **_outputs(inputs, table, sinks),
-        **_NO_MAPS,
-        final_row=table.final_row,
-        final_states=sinks.final_states,
-        final_dump=sinks.final_dump,
-        opens=table.opens.view(torch.uint8) if opened else None,
-        WITH_MAPS=False,
-        WITH_OUTPUTS=True,
-    )
-    if sinks.checkpoints is not None and table.num_checkpoints:
+    has_checkpoints = _has_checkpoints(table, sinks)
+    key = (cp_prefill, inputs.kind, opened, has_checkpoints)
+    launch = table.prepared.get(key)
+    if launch is None:
+        arguments = {
+            **_everywhere(inputs, tiles, table),
+            **_outputs(inputs, table, sinks),
+            "final_row": table.final_row,
+            "final_states": Pointer("final_states", torch.float32),
+            "final_dump": Number("final_dump", -1),
+            "opens": table.opens.view(torch.uint8) if opened else None,
+        }
+        launch = table.prepared[key] = _prepare(table.num_items * inputs.num_state_heads, arguments)
+    _enqueue(launch, inputs, tiles, entry_states, sinks)
+    if has_checkpoints:
         inner_checkpoints.finish(inputs, tiles, table, sinks)
 
 
-_NO_MAPS = dict.fromkeys(
-    "map_item map_row map_is_first growth transition local_state gain dropped forgot scanned start_chunk "
-    "log2_forget_below map_dump".split()
-)
-_NO_FINAL_STATES = dict.fromkeys(("final_row", "final_states", "final_dump"))
-_NO_CHECKPOINTS = dict.fromkeys(
-    ("checkpoint_start", "checkpoint_tokens", "checkpoint_row", "checkpoints", "checkpoint_dump")
-)
-_NO_OUTPUTS = {**dict.fromkeys(("q_map", "output_map", "output")), **_NO_CHECKPOINTS}
+def _has_checkpoints(table: WorkTable, sinks: Sinks | None) -> bool:
+    return sinks is not None and sinks.checkpoints is not None and table.num_checkpoints > 0
 
 
-def _everywhere(inputs: TokenInputs, tiles: Tiles, table: WorkTable, entry_states: torch.Tensor) -> dict[str, Any]:
+def _prepare(num_programs: int, arguments: dict[str, Any]) -> Launch:
+    """Arguments that are not given are None; those that say what a launch does follow from them."""
+    arguments["WITH_MAPS"] = "map_item" in arguments
+    arguments["WITH_OUTPUTS"] = "output" in arguments
+    return _launcher.prepare(num_programs, _CHANGING, dict.fromkeys(recurrence_kernel.arg_names) | arguments)
+
+
+def _enqueue(
+    launch: Launch,
+    inputs: TokenInputs,
+    tiles: Tiles,
+    entry_states: torch.Tensor,
+    sinks: Sinks | None,
+    maps: AffineMaps | None = None,
+    log2_forget_below: float = 0.0,
+    map_dump: int = -1,
+) -> None:
+    """The values of `_CHANGING`; 0 where a launch has no use for them."""
+    output = checkpoints = final_states = 0
+    final_dump = checkpoint_dump = -1
+    if sinks is not None:
+        output, final_states, final_dump = sinks.output.data_ptr(), sinks.final_states.data_ptr(), sinks.final_dump
+        if sinks.checkpoints is not None:
+            checkpoints, checkpoint_dump = sinks.checkpoints.data_ptr(), sinks.checkpoint_dump
+    launch(
+        inputs.q.data_ptr(),
+        inputs.k.data_ptr(),
+        inputs.v.data_ptr(),
+        output,
+        tiles.scratch.data_ptr(),
+        entry_states.data_ptr(),
+        checkpoints,
+        final_states,
+        0 if maps is None else maps.scratch.data_ptr(),
+        inputs.scale,
+        log2_forget_below,
+        map_dump,
+        final_dump,
+        checkpoint_dump,
+    )
+
+
+@lru_cache(maxsize=256)
+def _threshold(forget_below: float) -> float:
+    """Its log2, rounded down; below any product, resets too, where nothing is to be forgotten."""
+    if forget_below <= 0:
+        return -1e30
+    threshold = math.log2(forget_below)
+    return threshold - 1e-6 * max(abs(threshold), 1.0)
+
+
+def _everywhere(inputs: TokenInputs, tiles: Tiles, table: WorkTable) -> dict[str, Any]:
     """The kernel's arguments in every launch."""
+    layout, num_heads = tiles.scratch.layout, inputs.num_state_heads
+    entries, key_entries = table.num_chunks * num_heads, table.num_chunks * inputs.k.shape[1]
     return {
-        "k_map": tensor_maps.tokens(inputs.k),
-        "v_map": tensor_maps.tokens(inputs.v),
-        "solve_map": tensor_maps.solve(tiles.solve),
-        "gates_map": tensor_maps.gates(tiles.gates),
-        "keys_map": tensor_maps.keys(tiles.keys) if inputs.use_qk_l2norm else None,
+        "k_map": tensor_maps.tokens("k", inputs.k),
+        "v_map": tensor_maps.tokens("v", inputs.v),
+        "solve_map": tensor_maps.solve("tiles", entries, inputs.k.dtype, layout.offset("solve")),
+        "gates_map": tensor_maps.gates("tiles", entries, layout.offset("gates")),
+        "keys_map": tensor_maps.keys("tiles", key_entries, layout.offset("keys")) if inputs.use_qk_l2norm else None,
         "token_start": table.token_start,
         "num_tokens": table.num_tokens,
         "first_chunk": table.first_chunk,
         "item_row": table.item_row,
-        "entry_states": entry_states,
-        "scale": inputs.scale,
-        "H": inputs.num_state_heads,
+        "entry_states": Pointer("entry_states", torch.float32),
+        "scale": Number("scale", 1.0),
+        "H": num_heads,
         "HQ": inputs.q.shape[1],
         "HK": inputs.k.shape[1],
         "HV": inputs.v.shape[1],
@@ -382,20 +406,41 @@ def _everywhere(inputs: TokenInputs, tiles: Tiles, table: WorkTable, entry_state
     }
 
 
-def _outputs(inputs: TokenInputs, table: WorkTable, sinks: Sinks) -> dict[str, Any]:
+def _outputs(inputs: TokenInputs, table: WorkTable, sinks: Sinks | None) -> dict[str, Any]:
     """The kernel's arguments where it makes outputs."""
-    arguments = {
-        "q_map": tensor_maps.tokens(inputs.q),
-        "output_map": tensor_maps.output(sinks.output),
-        "output": sinks.output,
-        **_NO_CHECKPOINTS,
+    if sinks is None:
+        return {}
+    arguments: dict[str, Any] = {
+        "q_map": tensor_maps.tokens("q", inputs.q),
+        "output_map": tensor_maps.output("output", sinks.output),
+        "output": Pointer("output", sinks.output.dtype),
     }
-    if sinks.checkpoints is not None and table.num_checkpoints:
+    if _has_checkpoints(table, sinks):
         arguments |= {
             "checkpoint_start": table.checkpoint_start,
             "checkpoint_tokens": table.checkpoint_tokens,
             "checkpoint_row": table.checkpoint_row,
-            "checkpoints": sinks.checkpoints,
-            "checkpoint_dump": sinks.checkpoint_dump,
+            "checkpoints": Pointer("checkpoints", torch.float32),
+            "checkpoint_dump": Number("checkpoint_dump", -1),
         }
     return arguments
+
+
+def _maps(tiles: Tiles, table: WorkTable, maps: AffineMaps) -> dict[str, Any]:
+    """The kernel's arguments where it makes maps."""
+    at, tiles_at = maps.scratch.layout.offset, tiles.scratch.layout.offset
+    return {
+        "map_item": table.map_item,
+        "map_row": table.map_row,
+        "map_is_first": table.map_is_first.view(torch.uint8),
+        "growth": Pointer("tiles", torch.float32, tiles_at("growth")),
+        "transition": Pointer("maps", torch.float32, at("transition")),
+        "local_state": Pointer("maps", torch.float32, at("local_state")),
+        "gain": Pointer("maps", torch.float32, at("gain")),
+        "dropped": Pointer("maps", torch.float32, at("dropped")),
+        "forgot": Pointer("maps", torch.uint8, at("forgot")),
+        "scanned": Pointer("maps", torch.int32, at("scanned")),
+        "start_chunk": Pointer("tiles", torch.int32, tiles_at("start_chunk")),
+        "log2_forget_below": Number("log2_forget_below", -16.0),
+        "map_dump": Number("map_dump", -1),
+    }

@@ -17,10 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from gdncp_kernels.hopper import tensor_maps
 from gdncp_kernels.hopper.common import barrier, load_tile
-from gdncp_kernels.hopper.launch import Launcher
+from gdncp_kernels.hopper.launch import Launch, Launcher, Pointer
 
 if TYPE_CHECKING:
     from gdncp.backends.base import AffineMaps, FoldRuns
+    from gdncp.scratch import ScratchLayout
 
 DIM = 128
 BLOCK_ROWS = 16
@@ -164,25 +165,37 @@ class StateFold:
         return out
 
     def fold_runs(self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns) -> None:
-        num_heads = entry_states.shape[1]
-        num_rows = runs.num_runs * num_heads * DIM
-        # one wave where that is possible: every program reads whole transitions
-        rows = BLOCK_ROWS if num_rows <= SMS * BLOCK_ROWS else 2 * BLOCK_ROWS
-        if runs.num_runs:
-            with torch.cuda.device_of(entry_states):
-                _launch_runs(
-                    num_rows // rows,
-                    tensor_maps.transitions(maps.transition),
-                    maps.local_state,
-                    entry_states,
-                    runs.entry_row,
-                    runs.map_row,
-                    runs.num_steps,
-                    runs.starts,
-                    num_heads,
-                    rows,
-                    RING,
-                )
+        if not runs.num_runs:
+            return
+        with torch.cuda.device_of(entry_states):
+            key = maps.scratch.layout.fields["gain"].shape  # all that maps differ in
+            launch = runs.prepared.get(key)
+            if launch is None:
+                launch = runs.prepared[key] = _prepare_runs(maps.scratch.layout, runs)
+            launch(maps.scratch.data_ptr(), entry_states.data_ptr())
+
+
+def _prepare_runs(maps: ScratchLayout, runs: FoldRuns) -> Launch:
+    num_maps, num_heads = maps.fields["gain"].shape
+    num_rows = runs.num_runs * num_heads * DIM
+    # one wave where that is possible: every program reads whole transitions
+    rows = BLOCK_ROWS if num_rows <= SMS * BLOCK_ROWS else 2 * BLOCK_ROWS
+    return _launch_runs.prepare(
+        num_rows // rows,
+        ("maps", "entry_states"),
+        {
+            "transition_map": tensor_maps.transitions("maps", num_maps * num_heads, maps.offset("transition")),
+            "local_state": Pointer("maps", torch.float32, maps.offset("local_state")),
+            "entry_states": Pointer("entry_states", torch.float32),
+            "entry_row": runs.entry_row,
+            "map_row": runs.map_row,
+            "num_steps": runs.num_steps,
+            "starts": runs.starts,
+            "H": num_heads,
+            "ROWS": rows,
+            "RING": RING,
+        },
+    )
 
 
 def _as_batch(x: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,15 @@
-"""Tensor maps, which tell the copy engine (TMA) how a tile lies in memory."""
+"""Tensor maps, which tell the copy engine (TMA) how a tile lies in memory.
+
+Here are their shapes; a map is encoded when the address is known, see `launch`.
+"""
 
 from __future__ import annotations
-
-from functools import lru_cache
 
 import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from gdncp_kernels.hopper.launch import Tile
 
 SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 SWIZZLED_FP32 = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -14,48 +17,39 @@ FLAT = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 TOKEN_BOX, SQUARE_BOX, TRANSITION_BOX, GATE_BOX, KEY_BOX = (64, 128), (64, 64), (128, 128), (1, 256), (1, 64)
 
 
-@lru_cache(maxsize=256)
-def _checked(
-    shape: torch.Size, dtype: torch.dtype, box: tuple[int, int], layout: NVMMASharedLayout
-) -> TensorDescriptor:
-    """A map of such a tensor, contiguous, whose fields are those of any other: checking them takes a while."""
-    x = torch.empty(shape, dtype=dtype, device="meta")
-    return TensorDescriptor(x, list(shape), list(x.stride()), list(box), layout)
+def _tile(
+    name: str, rows: int, columns: int, dtype: torch.dtype, box: tuple[int, int], layout: NVMMASharedLayout, offset: int
+) -> Tile:
+    """[rows, columns] contiguous, starting at a multiple of 16 bytes."""
+    x = torch.empty(rows, columns, dtype=dtype, device="meta")
+    return Tile(name, TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), layout), offset)
 
 
-def _map(x: torch.Tensor, box: tuple[int, int], layout: NVMMASharedLayout) -> TensorDescriptor:
-    """x [rows, columns] contiguous, starting at a multiple of 16 bytes."""
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(_checked(x.shape, x.dtype, box, layout).__dict__)
-    made.base = x
-    return made
-
-
-def tokens(x: torch.Tensor) -> TensorDescriptor:
+def tokens(name: str, x: torch.Tensor) -> Tile:
     """q, k or v [T, heads, 128] bf16 or fp16, contiguous: one head of 64 tokens at a time."""
-    return _map(x.view(x.shape[0], -1), TOKEN_BOX, SWIZZLED)
+    return _tile(name, x.shape[0], x.shape[1] * x.shape[2], x.dtype, TOKEN_BOX, SWIZZLED, 0)
 
 
-def output(x: torch.Tensor) -> TensorDescriptor:
+def output(name: str, x: torch.Tensor) -> Tile:
     """The output [T, H, 128]: half a head of 64 tokens at a time."""
-    return _map(x.view(x.shape[0], -1), SQUARE_BOX, SWIZZLED)
+    return _tile(name, x.shape[0], x.shape[1] * x.shape[2], x.dtype, SQUARE_BOX, SWIZZLED, 0)
 
 
-def solve(x: torch.Tensor) -> TensorDescriptor:
-    """`Tiles.solve` [.., 64]: one entry at a time."""
-    return _map(x, SQUARE_BOX, SWIZZLED)
+def solve(name: str, entries: int, dtype: torch.dtype, offset: int) -> Tile:
+    """`Tiles.solve` [entries · 64, 64]: one entry at a time."""
+    return _tile(name, entries * 64, 64, dtype, SQUARE_BOX, SWIZZLED, offset)
 
 
-def gates(x: torch.Tensor) -> TensorDescriptor:
+def gates(name: str, entries: int, offset: int) -> Tile:
     """`Tiles.gates` [entries, 256] fp32: one entry at a time."""
-    return _map(x, GATE_BOX, FLAT)
+    return _tile(name, entries, 256, torch.float32, GATE_BOX, FLAT, offset)
 
 
-def keys(x: torch.Tensor) -> TensorDescriptor:
-    """`Tiles.keys` [.., 64] fp32: one chunk of a key head at a time."""
-    return _map(x, KEY_BOX, FLAT)
+def keys(name: str, entries: int, offset: int) -> Tile:
+    """`Tiles.keys` [entries, 64] fp32: one chunk of a key head at a time."""
+    return _tile(name, entries, 64, torch.float32, KEY_BOX, FLAT, offset)
 
 
-def transitions(x: torch.Tensor) -> TensorDescriptor:
-    """`AffineMaps.transition` [m, H, 128, 128] fp32: one head of a map at a time."""
-    return _map(x.view(-1, x.shape[-1]), TRANSITION_BOX, SWIZZLED_FP32)
+def transitions(name: str, num_maps: int, offset: int) -> Tile:
+    """`AffineMaps.transition` [maps · H · 128, 128] fp32: one head of a map at a time; `num_maps` counts those."""
+    return _tile(name, num_maps * 128, 128, torch.float32, TRANSITION_BOX, SWIZZLED_FP32, offset)
