@@ -14,6 +14,10 @@ The state warpgroups hold 64 rows each in wgmma accumulators and work on transpo
 The score warpgroup makes P ahead of them.  Ring stage s holds chunk i = s mod STAGES: `full` says that its tiles have
 landed, `empty` that all three warpgroups are done with it, `scored` that P is there.  `clean` fires once, in a CP chunk
 with a tail: the score warpgroup has zeroed the rows past it, which are a neighbour's and may be NaN.
+
+What scans are slow at is not the products but the arithmetic between them.  So in stage 2 the state is not multiplied
+by `total` in every chunk: warps hold S/γ, γ the product of the totals so far, and the score warpgroup, which has no P
+to make, makes factors that γ is in (`scored` says that they are there), until γ gets small (`_factors`).
 """
 
 from triton.experimental import gluon
@@ -54,6 +58,7 @@ OUT_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 TILE_BYTES = gl.constexpr(64 * 128 * 2)
 SOLVE_AND_GATE_BYTES = gl.constexpr(64 * 64 * 2 + 4 * 64 * 4)
 KEY_BYTES = gl.constexpr(64 * 4)
+TOKENS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 NO_MORE = gl.constexpr(1 << 30)  # position of the checkpoint after the last
 
 
@@ -93,6 +98,29 @@ def _gate(gate, which: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def _scalar(memory, position: gl.constexpr, LAYOUT: gl.constexpr):
+    """One number of shared memory, the same for all threads."""
+    return gl.sum(memory.slice(position, 1).load(LAYOUT), 0)
+
+
+@gluon.jit
+def _factors(ring, s, gamma):
+    """What a chunk's products with S/γ are multiplied by, γ before and behind the chunk.  Returns the γ behind it.
+
+    Below LEAST_GAMMA it is multiplied into the state.  `carry` tells: [what the state is multiplied by, γ].
+    """
+    gate = ring.gates.index(s)
+    behind = gamma * gl.exp2(_scalar(gate, LOG_DECAY * 64 + 63, TOKENS))
+    small = behind < ring.LEAST_GAMMA
+    multiply = gl.where(small, behind, 1.0)
+    behind = gl.where(small, 1.0, behind)
+    ring.carry.index(s).store(gl.where(gl.arange(0, 2, layout=TOKENS) == 0, multiply, behind))
+    ring.factors.index(2 * s).store(_gate(gate, FROM_START, TOKENS) * gamma)
+    ring.factors.index(2 * s + 1).store(_gate(gate, TO_END, TOKENS) * (1.0 / behind))
+    return behind
+
+
+@gluon.jit
 def _query_scale(query, gate, out, from_entry, scale):
     """out [64] = scale · the L2 norm's factor of each query row; from_entry [64]: times the decay since the entry."""
     for u in gl.static_range(4):
@@ -104,11 +132,12 @@ def _query_scale(query, gate, out, from_entry, scale):
 
 
 @gluon.jit
-def score_partition(ring, item, WITH_OUTPUTS: gl.constexpr):
-    """Zeroes the tail, and for OUTPUTS makes P [64 queries, 64 keys], in the tokens' dtype, of every chunk.
+def score_partition(ring, item, WITH_MAPS: gl.constexpr, WITH_OUTPUTS: gl.constexpr):
+    """Zeroes the tail, and of every chunk makes P [64 queries, 64 keys] in the tokens' dtype, or a scan's factors.
 
-    A stage's P needs no barrier of its own against being overwritten: `full` follows `empty` of the chunk that used it.
+    They need no barrier of its own against being overwritten: `full` follows `empty` of the chunk that used it.
     """
+    gamma = gl.to_tensor(1.0)
     for i in range(item.num_chunks):
         s = i % ring.STAGES
         mbarrier.wait(ring.full.index(s), (i // ring.STAGES) & 1)
@@ -151,6 +180,11 @@ def score_partition(ring, item, WITH_OUTPUTS: gl.constexpr):
                     ring.scores.index(s).slice(32 * half, 32, 1).store(p.to(ring.scores.dtype))
                 fence_async_shared()
                 mbarrier.arrive(ring.scored.index(s), count=1)
+        if WITH_MAPS:
+            if (item.kind != OUTPUTS) | (not WITH_OUTPUTS):
+                gamma = _factors(ring, s, gamma)
+                barrier()
+                mbarrier.arrive(ring.scored.index(s), count=1)
         mbarrier.arrive(ring.empty.index(s), count=1)
 
 
@@ -159,17 +193,18 @@ def _scan(S, ring, item, SLAB: gl.constexpr, WITH_VALUES: gl.constexpr):
     """The state after all chunks, nothing else."""
     dtype: gl.constexpr = ring.keys.dtype
     zeros = gl.zeros([64, 64], gl.float32, M64)
+    gamma = gl.to_tensor(1.0)
     for i in range(item.num_chunks):
         s = i % ring.STAGES
         gate = ring.gates.index(s)
         k = ring.keys.index(s)
         s16 = gl.convert_layout(S.to(dtype), A64)
-        mbarrier.wait(ring.full.index(s), (i // ring.STAGES) & 1)
+        mbarrier.wait(ring.scored.index(s), (i // ring.STAGES) & 1)  # which is after `full`
         mbarrier.wait(ring.clean, 0, pred=(item.tail_rows > 0) & (i == item.num_chunks - 1))
         pending_u = warpgroup_mma(s16, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         if WITH_VALUES:
             v = ring.values.index(s).slice(SLAB * 64, 64, 1).permute((1, 0)).load(M64)
-        from_start = _gate(gate, FROM_START, C64)
+        from_start = ring.factors.index(2 * s).load(C64)
         beta = _gate(gate, BETA, C64)
         U = warpgroup_mma_wait(num_outstanding=0, deps=(pending_u,))
         if WITH_VALUES:
@@ -178,14 +213,17 @@ def _scan(S, ring, item, SLAB: gl.constexpr, WITH_VALUES: gl.constexpr):
             w = (U * -(from_start * beta)[None, :]).to(dtype)
         w = gl.convert_layout(w, A64)
         pending_n = warpgroup_mma(w, ring.solves.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        S = S * gl.exp2(gate.slice(LOG_DECAY * 64 + 63, 1).load(C128))[None, :]
-        to_end = _gate(gate, TO_END, C64)
+        multiply = _scalar(ring.carry.index(s), 0, C128)
+        if multiply != 1.0:
+            S = S * multiply
+        gamma = _scalar(ring.carry.index(s), 1, C128)
+        to_end = ring.factors.index(2 * s + 1).load(C64)
         N = warpgroup_mma_wait(num_outstanding=0, deps=(pending_n,))
         n16 = gl.convert_layout((N * to_end[None, :]).to(dtype), A128)
         pending_s = warpgroup_mma(n16, k, S, is_async=True)
         S = warpgroup_mma_wait(num_outstanding=0, deps=(pending_s,))
         mbarrier.arrive(ring.empty.index(s), count=1)
-    return S
+    return S * gamma
 
 
 @gluon.jit
@@ -302,11 +340,12 @@ def _prefill(S, ring, item, checkpoints, output_map, output, SLAB: gl.constexpr)
         else:
             barrier()
             row = gl.arange(0, 16, layout=gl.SliceLayout(1, OUT_ROWS))[:, None]
-            column = SLAB * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT_ROWS))[None, :]
-            base = output + (at.to(gl.int64) * item.H + item.head) * 128
+            offset = row * (item.H * 128) + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT_ROWS))[None, :]
+            base = output + (at.to(gl.int64) * item.H + item.head) * 128 + SLAB * 64
             for u in gl.static_range(4):
                 x = stage.slice(16 * u, 16).load(OUT_ROWS)
-                gl.store(base + (16 * u + row) * (item.H * 128) + column, x, mask=16 * u + row < item.tail_rows)
+                gl.store(base + offset, x, mask=row < item.tail_rows - 16 * u)
+                base += item.H * 2048
         if checkpoints.at is not None:
             number, position = _store_checkpoints(S, checkpoints, item, SLAB, number, position, i + 1)
     tma.store_wait(pendings=0)

@@ -144,9 +144,6 @@ def recurrence_kernel(
     entry_row = gl.load(item_row + item)
     has_entry = (entry_row >= 0).to(gl.int32)
     entry_at = entry_states + (gl.maximum(entry_row, 0) * H + head) * 16384
-    if checkpoints is not None:
-        checkpoint_entry = gl.load(checkpoint_start + item).to(gl.int32)
-        checkpoint_stop = gl.load(checkpoint_start + item + 1).to(gl.int32)
     if WITH_MAPS:
         row = gl.load(map_row + map_)
         leaves = (row != map_dump).to(gl.int32)
@@ -182,6 +179,9 @@ def recurrence_kernel(
     chunk += skipped
     num_chunks -= skipped
     tail_rows = gl.where(num_chunks > 0, tail_rows, 0)
+    if checkpoints is not None:
+        checkpoint_entry = gl.load(checkpoint_start + item).to(gl.int32)
+        checkpoint_stop = gl.load(checkpoint_start + item + 1).to(gl.int32)
     if num_chunks == 0:
         checkpoint_stop = checkpoint_entry
 
@@ -211,6 +211,12 @@ def recurrence_kernel(
         scores = solves
         staged = solves
         query_scales = gates
+    if WITH_MAPS:
+        factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], plain)
+        carry = gl.allocate_shared_memory(gl.float32, [STAGES, 2], plain)
+    else:
+        factors = gates
+        carry = gates
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], signal)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], signal)
     scored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], signal)
@@ -221,6 +227,8 @@ def recurrence_kernel(
         mbarrier.init(scored.index(s), count=1)
     mbarrier.init(clean, count=1)
 
+    # fp16 has no room for a state that is not multiplied at once
+    LEAST_GAMMA: gl.constexpr = 9.313225746154785e-10 if dtype == gl.bfloat16 else 1.0  # 2⁻³⁰
     ring = Ring(
         queries,
         keys,
@@ -232,6 +240,8 @@ def recurrence_kernel(
         key_tiles,
         scores,
         query_scales,
+        factors,
+        carry,
         staged,
         full,
         empty,
@@ -239,6 +249,7 @@ def recurrence_kernel(
         clean,
         STAGES,
         L2NORM,
+        LEAST_GAMMA,
     )
     scanned_item = Item(token, num_chunks, tail_rows, head, H, kind, scale)
     states = States(entry_at, exit_at, from_entry, diagonal, leaves)
@@ -252,7 +263,7 @@ def recurrence_kernel(
         [
             (state_partition, (ring, scanned_item, states, inner, output_map, output, 0, WITH_MAPS, WITH_OUTPUTS)),
             (state_partition, (ring, scanned_item, states, inner, output_map, output, 1, WITH_MAPS, WITH_OUTPUTS)),
-            (score_partition, (ring, scanned_item, WITH_OUTPUTS)),
+            (score_partition, (ring, scanned_item, WITH_MAPS, WITH_OUTPUTS)),
             (load_partition, (ring, scanned_item, maps, entry, key_entry, HQ, HK, HV)),
         ],
         [4, 4, 1],

@@ -30,6 +30,8 @@ class Ring:
     key_tiles: _Memory
     scores: _Memory  # [STAGES, 64, 64]: P
     query_scales: _Memory  # [2 · STAGES, 64] fp32, with L2 norm: see `_query_scale`
+    factors: _Memory  # [2 · STAGES, 64] fp32: a scan's from_start and to_end, see `_factors`
+    carry: _Memory  # [STAGES, 2] fp32
     staged: _Memory  # [2, 64, 64]: outputs on their way
     full: _Memory
     empty: _Memory
@@ -37,6 +39,7 @@ class Ring:
     clean: _Memory
     STAGES: gl.constexpr
     L2NORM: gl.constexpr
+    LEAST_GAMMA: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -51,6 +54,8 @@ class Ring:
         key_tiles,
         scores,
         query_scales,
+        factors,
+        carry,
         staged,
         full,
         empty,
@@ -58,6 +63,7 @@ class Ring:
         clean,
         STAGES,
         L2NORM,
+        LEAST_GAMMA,
     ):
         self.queries = queries
         self.keys = keys
@@ -69,6 +75,8 @@ class Ring:
         self.key_tiles = key_tiles
         self.scores = scores
         self.query_scales = query_scales
+        self.factors = factors
+        self.carry = carry
         self.staged = staged
         self.full = full
         self.empty = empty
@@ -76,6 +84,7 @@ class Ring:
         self.clean = clean
         self.STAGES = gl.constexpr(STAGES)
         self.L2NORM = gl.constexpr(L2NORM)
+        self.LEAST_GAMMA = gl.constexpr(LEAST_GAMMA)
 
 
 @aggregate
