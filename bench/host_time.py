@@ -38,8 +38,14 @@ def calls_of(
     seq_lens: list[int], num_k_heads: int, num_v_heads: int, pooled: bool, backend: str
 ) -> tuple[gdncp.PrefillPlan, list[Callable[[], gdncp.PrefillResult]], float]:
     """The plan, a call per input set, and the seconds that warmup took."""
-    heads = {"num_q_heads": num_k_heads, "num_k_heads": num_k_heads, "num_v_heads": num_v_heads, "head_dim": DIM}
-    plan = gdncp.plan_prefill(seq_lens, **heads, profile="h200")
+    plan = gdncp.plan_prefill(
+        seq_lens,
+        num_q_heads=num_k_heads,
+        num_k_heads=num_k_heads,
+        num_v_heads=num_v_heads,
+        head_dim=DIM,
+        profile="h200",
+    )
     words: dict[str, Any] = {"gate_space": "log", "backend": backend}
     start = time.perf_counter()
     gdncp.warmup(plan, device="cuda", dtype=torch.bfloat16, pooled=pooled, **words)

@@ -28,7 +28,7 @@ class Kind(NamedTuple):
     scale: float
     output_shape: tuple[int, int, int]  # [T, H, V]
     state_shape: tuple[int, int, int]  # H, V, K
-    num_checkpoints: int  # of this rank
+    num_checkpoints: int  # of this rank, to be allocated where the caller gives no memory
 
 
 _KINDS: dict[tuple[Hashable, ...], Kind] = {}
@@ -69,7 +69,7 @@ def new_kind(
     precision: Precision,
     scale: float | None,
     forget_below: float | None,
-    num_checkpoints: int,
+    num_checkpoints: int = 0,
 ) -> Kind:
     """From validated arguments: the backend chosen, defaults filled in."""
     heads, v_dim, k_dim = max(q.shape[1], v.shape[1]), v.shape[2], q.shape[2]

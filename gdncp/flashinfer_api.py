@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gdncp import collectives, stages, validation
 from gdncp.api import place_in
 from gdncp.backends import GateSpace, Precision, TokenInputs
-from gdncp.calls import bind, new_kind, new_states
+from gdncp.calls import Kind, bind, kind_of, new_kind, new_states
 from gdncp.layout import Layout, layout_of_cu_seqlens, layout_of_plan
 from gdncp.plan import PrefillPlan, plan_prefill
 from gdncp.plan.choose import balanced, unsplit
@@ -95,39 +95,46 @@ def chunk_gated_delta_rule(
         ValueError: naming the argument, what was given and what is allowed, before anything is written or sent.
         NotImplementedError: for a device that no backend serves.
     """
-    validation.words(backend, gate_space, precision)
-    validation.one_of("use_cp", use_cp, ("auto", True, False))
-    validation.checkpoint_arguments(checkpoint_every_n_tokens, state_checkpoints, checkpoint_cu_starts)
     rank, world_size = (0, 1) if group is None else place_in(group)
-    seen = isinstance(q, torch.Tensor) and q.dim() == 3
+    every, seen = checkpoint_every_n_tokens, isinstance(q, torch.Tensor) and q.dim() == 3
     tokens, device = (q.shape[0] if world_size == 1 else None, q.device) if seen else (None, None)
     seq_lens = validation.cu_seqlens_arguments(cu_seqlens, cu_seqlens_host, tokens, device)
     if plan is not None:
         given = None if cu_seqlens is None else cu_seqlens.numel() - 1
-        seq_lens = validation.plan_lengths(plan, seq_lens, given, world_size, checkpoint_every_n_tokens)
+        seq_lens = validation.plan_lengths(plan, seq_lens, given, world_size, every)
     if seq_lens is None and world_size > 1:
         raise ValueError(f"cu_seqlens_host must be given with a group of {world_size} ranks, got None")
     num_sequences = len(seq_lens) if seq_lens is not None else 1 if cu_seqlens is None else cu_seqlens.numel() - 1
-    total = sum(seq_lens) if seq_lens is not None else tokens
-    if total is not None:
-        validation.max_seqlen_argument(max_seqlen, total, num_sequences)
-    source = initial_state
-    pool = initial_state if initial_state is not None else output_state
-    validation.state_indices_argument(state_indices, num_sequences, device)
-    validation.slot_values(state_indices, pool)
-    if state_indices is not None and output_final_state and output_state is None:
-        raise ValueError("output_state must be given with state_indices where output_final_state is True, got None")
-    validation.token_tensors(q, k, v, g, beta, None)
-    validation.gate_values(g, gate_space)
-    validation.numbers(scale, forget_below)
-    validation.buffers(q, v, num_sequences, state_indices is not None, source, output, output_state)
-    validation.cp_chunk_len_argument(_cp_chunk_len)
-    if use_cp is False and world_size > 1:
-        raise ValueError(f"use_cp must be True or 'auto' with a group of {world_size} ranks, got False")
-    if plan is not None:
-        validation.plan_grid(plan, use_cp, _cp_chunk_len)
+    normalised = bool(use_qk_l2norm_in_kernel)
 
-    every = checkpoint_every_n_tokens
+    def validate() -> Kind:
+        validation.words(backend, gate_space, precision)
+        validation.one_of("use_cp", use_cp, ("auto", True, False))
+        validation.checkpoint_arguments(every, state_checkpoints, checkpoint_cu_starts)
+        total = sum(seq_lens) if seq_lens is not None else tokens
+        if total is not None:
+            validation.max_seqlen_argument(max_seqlen, total, num_sequences)
+        validation.state_indices_argument(state_indices, num_sequences, device)
+        if state_indices is not None and output_final_state and output_state is None:
+            raise ValueError("output_state must be given with state_indices where output_final_state is True, got None")
+        validation.token_tensors(q, k, v, g, beta, None)
+        validation.numbers(scale, forget_below)
+        validation.buffers(q, v, num_sequences, state_indices is not None, initial_state, output, output_state)
+        validation.cp_chunk_len_argument(_cp_chunk_len)
+        if use_cp is False and world_size > 1:
+            raise ValueError(f"use_cp must be True or 'auto' with a group of {world_size} ranks, got False")
+        if plan is not None:
+            validation.plan_grid(plan, use_cp, _cp_chunk_len)
+        bound = plan.forget_below if forget_below is None and plan is not None else forget_below
+        return new_kind(q, v, backend=backend, precision=precision, scale=scale, forget_below=bound)
+
+    buffers = (initial_state, output, output_state, state_checkpoints, checkpoint_cu_starts, state_indices)
+    words = (backend, gate_space, precision, use_cp, every, max_seqlen, scale, forget_below, _cp_chunk_len, normalised)
+    grid = (seq_lens, num_sequences, world_size, None if plan is None else plan.digest, bool(output_final_state))
+    kind = kind_of((q, k, v, g, beta, *buffers), (*words, *grid), validate)
+    validation.gate_values(g, gate_space)
+    validation.slot_values(state_indices, initial_state if initial_state is not None else output_state)
+
     if seq_lens is None:
         validation.checkpoint_buffers(state_checkpoints, checkpoint_cu_starts, num_sequences, None, None, q, v)
         layout = _layout_on_device(q, cu_seqlens, use_cp, _cp_chunk_len, every, state_checkpoints, checkpoint_cu_starts)
@@ -136,29 +143,23 @@ def chunk_gated_delta_rule(
             plan = _plan_of_call(seq_lens, world_size, use_cp, _cp_chunk_len, every, q, k, v)
         validation.plan_heads(plan, q, k, v)
         validation.token_count(q, plan.num_tokens(rank))
-        num_rows, starts = len(plan.checkpoint_rows(rank)), plan.checkpoint_cu_starts
-        validation.checkpoint_buffers(state_checkpoints, checkpoint_cu_starts, num_sequences, num_rows, starts, q, v)
+        if state_checkpoints is not None:
+            num_rows, starts = len(plan.checkpoint_rows(rank)), plan.checkpoint_cu_starts
+            validation.checkpoint_buffers(
+                state_checkpoints, checkpoint_cu_starts, num_sequences, num_rows, starts, q, v
+            )
         if world_size > 1:
             assert group is not None
             collectives.compare_digest_once(plan, group)
         layout = layout_of_plan(plan, rank, q.device)
 
-    kind = new_kind(
-        q,
-        v,
-        backend=backend,
-        precision=precision,
-        scale=scale,
-        forget_below=plan.forget_below if forget_below is None and plan is not None else forget_below,
-        num_checkpoints=layout.num_checkpoints,
-    )
     if output_final_state and output_state is None:
         output_state = new_states(num_sequences, kind.state_shape, q.device, world_size)
     call = bind(
         kind,
         layout,
-        TokenInputs(q, k, v, g, beta, kind.scale, gate_space, bool(use_qk_l2norm_in_kernel), precision),
-        StateIO(source, output_state, state_indices),
+        TokenInputs(q, k, v, g, beta, kind.scale, gate_space, normalised, precision),
+        StateIO(initial_state, output_state, state_indices),
         output,
         state_checkpoints if layout.num_checkpoints else None,
         plan,

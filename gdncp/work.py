@@ -27,6 +27,11 @@ class HostTable:
     checkpoint_item: tuple[int, ...]
     checkpoint_tokens: tuple[int, ...]
 
+    @cached_property
+    def checkpoints_inside_chunks(self) -> bool:
+        """Whether some do not stand on a chunk's first token or behind its last."""
+        return any(n % CHUNK for n in self.checkpoint_tokens)
+
 
 @dataclass(frozen=True, eq=False)
 class WorkTable:

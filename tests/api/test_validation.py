@@ -199,6 +199,7 @@ def test_is_refused(name):
     good = {"cu_seqlens": cu([64, 64]), "output": output, "output_final_state": True, **TOKENS}
     if "state_indices" not in arguments:
         good["output_state"] = final
+    gdncp.chunk_gated_delta_rule(**{name: x.clone() if torch.is_tensor(x) else x for name, x in good.items()})
     with pytest.raises(ValueError, match=message):
         gdncp.chunk_gated_delta_rule(**{**good, **arguments})
     assert bool((output == 7).all()) and bool((final == 7).all()), "something was written before the error"

@@ -246,3 +246,71 @@ def test_refusals():
     assert get_backend("hopper").name == "hopper"
     if IS_HOPPER:
         assert backend.rejection_reason(**arguments) is None
+
+
+@hopper_only
+def test_a_warm_plan_compiles_nothing_and_can_be_captured(monkeypatch):
+    from gdncp_kernels.hopper.launch import Launcher
+
+    inputs = on_gpu(make_inputs(1000, gates="mixed"))
+    plan = gdncp.plan_prefill(
+        [1000], num_q_heads=1, num_k_heads=1, num_v_heads=2, cp_chunk_len=256, checkpoint_every_n_tokens=128
+    )
+    words = {"gate_space": inputs.gate_space, "backend": "hopper", "scale": inputs.scale}
+    gdncp.warmup(plan, device="cuda", dtype=torch.bfloat16, pooled=True, **words)
+    monkeypatch.setattr(Launcher, "compiled", None)
+    tokens = (inputs.q, inputs.k, inputs.v, inputs.gate, inputs.beta)
+    pool, slots = torch.randn(3, 2, 128, 128, device="cuda"), torch.tensor([1], dtype=torch.int32, device="cuda")
+    copy = pool.clone()
+    expected = gdncp.prefill(plan, *tokens, state_pool=copy, state_indices=slots, **words)
+    graph, other = torch.cuda.CUDAGraph(), pool.clone()
+    with torch.cuda.graph(graph):
+        result = gdncp.prefill(plan, *tokens, state_pool=other, state_indices=slots, **words)
+    for _ in range(20):  # takes the memory that the capture must not have left to others
+        gdncp.prefill(plan, *(x.clone() for x in tokens), state_pool=pool.clone(), state_indices=slots, **words)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(result.output, expected.output) and torch.equal(other, copy)
+    assert torch.equal(result.checkpoints, expected.checkpoints) and not torch.equal(other, pool)
+
+
+@hopper_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_pools_in_place_have_the_bits_of_states_that_are_copied(dtype):
+    inputs = on_gpu(make_inputs(900, gates="mixed"))
+    plan = gdncp.plan_prefill(
+        [500, 0, 400], num_q_heads=1, num_k_heads=1, num_v_heads=2, cp_chunk_len=128, forget_below=0.0
+    )
+    tokens = (inputs.q, inputs.k, inputs.v, inputs.gate, inputs.beta)
+    words = {"gate_space": inputs.gate_space, "backend": "hopper"}
+    wide = torch.randn(5, 3, 128, 128, device="cuda").to(dtype)
+    pool, slots = wide[:, :2], torch.tensor([4, 0, 2], device="cuda")  # slots that do not touch
+    states = pool.float()[slots]
+    expected = gdncp.prefill(plan, *tokens, initial_state=states, **words)
+    before = pool.float()
+    result = gdncp.prefill(plan, *tokens, state_pool=pool, state_indices=slots, **words)
+    assert torch.equal(result.output, expected.output)
+    assert torch.equal(pool.float()[slots], expected.final_state.to(dtype).float())
+    assert torch.equal(pool.float()[[1, 3]], before[[1, 3]])
+
+
+@hopper_only
+def test_calls_in_threads_and_streams_do_not_mix_their_addresses():
+    from concurrent.futures import ThreadPoolExecutor
+
+    plan = gdncp.plan_prefill([2000], num_q_heads=1, num_k_heads=1, num_v_heads=2, cp_chunk_len=256)
+
+    def call(seed: int) -> bool:
+        inputs = on_gpu(make_inputs(2000, gates="mixed", seed=seed))
+        tokens = (inputs.q, inputs.k, inputs.v, inputs.gate, inputs.beta)
+        words = {"gate_space": inputs.gate_space, "backend": "hopper"}
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = [gdncp.prefill(plan, *tokens, **words) for _ in range(20)]
+        torch.cuda.synchronize()
+        alone = gdncp.prefill(plan, *tokens, **words)
+        return all(torch.equal(r.output, alone.output) for r in results)
+
+    call(0)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(call, range(8)))

@@ -124,6 +124,18 @@ def test_what_changes_goes_where_it_belongs(machine):
     assert machine.encoded == [(a, 3, 2, 9, (64, 64), (96, 256), (256, 1), 0) for a in (4096, 8192)]  # each once
 
 
+def test_what_is_kept_of_earlier_launches_is_bounded_and_theirs(machine, monkeypatch):
+    monkeypatch.setattr(launch, "_MOST_FILLED", 3)
+    run, base = prepared(), (0.5, 4096, 32, 1024)
+    calls = [base, (0.25, *base[1:]), (0.5, 8192, 32, 1024), (0.5, 4096, 64, 1024), (0.5, 4096, 32, 2048), base]
+    for call in calls:
+        run(*call)
+        assert len(run._filled) <= 3
+    maps = {4096: "map 0", 8192: "map 1"}
+    expected = [(maps[k], 96, 256, 256, 1, x, tiles + 512, scale, True) for scale, k, x, tiles in calls]
+    assert [values for *_, values in launched(machine)] == expected
+
+
 def test_a_pointer_off_the_grid_takes_a_variant_of_its_own(machine):
     run = prepared()
     run(0.5, 4096, 32, 1024)

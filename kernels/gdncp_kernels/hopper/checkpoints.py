@@ -89,7 +89,7 @@ def finish(inputs: TokenInputs, tiles: Tiles, table: WorkTable, sinks: Sinks) ->
 
     Tables built on the device have none: there checkpoints and CP chunks stand at multiples of 64 tokens.
     """
-    if table.host is None or all(n % 64 == 0 for n in table.host.checkpoint_tokens):
+    if table.host is None or not table.host.checkpoints_inside_chunks:
         return
     num_heads = inputs.num_state_heads
     _finish_kernel[(table.num_checkpoints * num_heads * (128 // BLOCK.value),)](

@@ -22,6 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 _ALIGNMENT = 16  # bytes: what Triton compiles pointers for
+_MOST_FILLED = 16  # argument lists that a launch keeps, half a KiB each
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Launch:
         self._variants: dict[tuple[bool, ...], _Variant] = {}
         pointers = [x for x in arguments if isinstance(x, Pointer)]
         self._aligned = self._variant((True,) * len(pointers))
-        self._last: tuple[tuple[Any, ...], _Variant, list[Any]] = ((), self._aligned, [])
+        self._filled: dict[tuple[Any, ...], tuple[_Variant, list[Any]]] = {}
         metadata = iter(self._aligned.tensor_maps)
         self._values: list[Any] = []
         self._pointers: list[tuple[int, int, int]] = []  # position in `_values`, index in `changing`, offset
@@ -122,13 +123,15 @@ class Launch:
             self._values.append(x.data_ptr() if isinstance(x, torch.Tensor) else x)
 
     def __call__(self, *changing: Any) -> None:
-        last, variant, values = self._last
-        if last != changing:  # allocators hand out the same memory again and again
-            variant, values = self._filled(changing)
-            self._last = changing, variant, values
+        filled = self._filled.get(changing)  # allocators hand out the same memory again and again
+        if filled is None:
+            if len(self._filled) >= _MOST_FILLED:
+                self._filled.clear()
+            filled = self._filled[changing] = self._fill(changing)
+        variant, values = filled
         variant.enqueue(self._num_programs, values)
 
-    def _filled(self, changing: tuple[Any, ...]) -> tuple[_Variant, list[Any]]:
+    def _fill(self, changing: tuple[Any, ...]) -> tuple[_Variant, list[Any]]:
         """The variant for such values, and all arguments as Triton's launcher takes them."""
         values, bits = self._values.copy(), 0
         for at, index, offset in self._pointers:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdncp_kernels.hopper.launch import Launch, Launcher, Pointer
+from gdncp_kernels.hopper.launch import Launch, Launcher, Number, Pointer
 
 BLOCK = 4096  # elements a program moves
 
@@ -77,11 +77,11 @@ def _move(
     load = our_rows is not None
     if not _launcher.jitted:
         numbers = (*theirs.shape, *theirs.stride(), load, BLOCK)
-        _launcher(_num_programs(count, theirs.shape), theirs, rows, ours, our_rows, *numbers)
+        _launcher(_num_programs(count, theirs.shape[1:]), theirs, rows, ours, our_rows, *numbers)
         return
     launch = _prepare(
         count,
-        theirs.shape,
+        theirs.shape[1:],
         theirs.stride(),
         theirs.dtype,
         None if rows is None else rows.dtype,
@@ -93,11 +93,12 @@ def _move(
         None if rows is None else rows.data_ptr(),
         ours.data_ptr(),
         None if our_rows is None else our_rows.data_ptr(),
+        theirs.shape[0],
     )
 
 
 def _num_programs(count: int, shape: torch.Size) -> int:
-    _, num_heads, v_dim, k_dim = shape
+    num_heads, v_dim, k_dim = shape
     return int(count * num_heads * triton.cdiv(v_dim * k_dim, BLOCK))
 
 
@@ -111,16 +112,17 @@ def _prepare(
     load: bool,
     device: torch.device,  # which is the current one
 ) -> Launch:
-    numbers = ("num_rows", "H", "V", "K", "stride_row", "stride_head", "stride_v", "stride_k")
+    names = ("H", "V", "K", "stride_row", "stride_head", "stride_v", "stride_k")
     return _launcher.prepare(
         _num_programs(count, shape),
-        ("theirs", "rows", "ours", "our_rows"),
+        ("theirs", "rows", "ours", "our_rows", "num_rows"),
         {
             "theirs": Pointer("theirs", dtype),
             "rows": None if rows_dtype is None else Pointer("rows", rows_dtype),
             "ours": Pointer("ours", torch.float32),
             "our_rows": Pointer("our_rows", torch.int64) if load else None,
-            **dict(zip(numbers, (*shape, *strides), strict=True)),
+            "num_rows": Number("num_rows", 1),
+            **dict(zip(names, (*shape, *strides), strict=True)),
             "LOAD": load,
             "BLOCK": BLOCK,
         },
