@@ -354,6 +354,11 @@ def plan_grid(plan: PrefillPlan, use_cp: Any, cp_chunk_len: int | None) -> None:
         raise ValueError(f"use_cp must be True or 'auto' with a plan that splits sequences, got False and {plan!r}")
     if cp_chunk_len is not None and cp_chunk_len != plan.cp_chunk_len:
         raise ValueError(f"_cp_chunk_len must be None or the plan's {plan.cp_chunk_len}, got {cp_chunk_len}")
+    if cp_chunk_len is not None and cp_chunk_len != plan.first_cp_chunk_len:
+        raise ValueError(
+            f"_cp_chunk_len must be None with a plan whose first CP chunks have {plan.first_cp_chunk_len} tokens, "
+            f"got {cp_chunk_len}"
+        )
 
 
 def plan_heads(plan: PrefillPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

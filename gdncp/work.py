@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gdncp.plan.checks import CHUNK
-from gdncp.plan.model import RankPlan
+from gdncp.plan.model import CpChunk, RankPlan
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,10 @@ class HostTable:
 
 @dataclass(frozen=True, eq=False)
 class WorkTable:
-    """Items are CP chunks, longest first where lengths are known on the host.  All tensors int64, on one device.
+    """Items are CP chunks.  All tensors int64, on one device.
+
+    Where lengths are known on the host, items in `opens` come first, since their stage 4 takes longer than the maps
+    beside it, and then the longest first.
 
     An item, chunk, map or checkpoint past the true count (tables built from upper bounds) has no tokens or points to a
     dump row, so that running it changes nothing.
@@ -75,7 +78,12 @@ class WorkTable:
 
 def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> WorkTable:
     """The exact table of one lane.  Copies to the device without waiting for it."""
-    items = sorted(rank_plan.lanes[lane], key=lambda i: -rank_plan.items[i].num_tokens)  # stable: ties in token order
+
+    def opens(chunk: CpChunk) -> bool:
+        return chunk.is_first and not chunk.is_last
+
+    own = ((i, rank_plan.items[i]) for i in rank_plan.lanes[lane])  # stable: ties in token order
+    items = [i for i, _ in sorted(own, key=lambda pair: (not opens(pair[1]), -pair[1].num_tokens))]
     position = {item: p for p, item in enumerate(items)}
     chunks = [rank_plan.items[i] for i in items]
     num_chunks = [-(-c.num_tokens // CHUNK) for c in chunks]
@@ -97,7 +105,7 @@ def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> Work
         "chunk_rows": [
             min(CHUNK, c.num_tokens - CHUNK * i) for c, n in zip(chunks, num_chunks, strict=True) for i in range(n)
         ],
-        "opens": [int(c.is_first and not c.is_last) for c in chunks],
+        "opens": [int(opens(c)) for c in chunks],
         "map_item": maps,
         "map_row": [rank_plan.map_rows[items[p]] for p in maps],
         "map_is_first": [int(chunks[p].is_first) for p in maps],

@@ -231,6 +231,7 @@ def describe_plan(plan: PrefillPlan) -> Report:
         "num_tokens": plan.num_tokens_total,
         "num_cp_chunks": plan.num_cp_chunks,
         "cp_chunk_len": plan.cp_chunk_len,
+        "first_cp_chunk_len": plan.first_cp_chunk_len,
         "ownership": plan.ownership,
         "fixup": plan.fixup,
         "lanes_per_rank": plan.lanes_per_rank,

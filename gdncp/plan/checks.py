@@ -66,11 +66,11 @@ def word(name: str, value: Any, allowed: Sequence[str], also: str = "") -> str:
     raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}{also}, got {value!r}{hint}")
 
 
-def cp_chunk_len(value: Any) -> int:
+def cp_chunk_len(value: Any, name: str = "cp_chunk_len") -> int:
     allowed = f"a positive multiple of the chunk size ({CHUNK}) or None"
-    length = integer("cp_chunk_len", value, 1, allowed)
+    length = integer(name, value, 1, allowed)
     if length % CHUNK:
-        raise ValueError(f"cp_chunk_len must be {allowed}, got {length}")
+        raise ValueError(f"{name} must be {allowed}, got {length}")
     return length
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from gdncp.plan import cost, layout
 from gdncp.plan.checks import CHUNK
@@ -14,6 +15,9 @@ from gdncp.plan.stage_model import Kind, StageModel
 _LEAST = 4 * CHUNK  # a shorter CP chunk is not chosen: what the model leaves out (tails, small launches) eats its gain
 _GAIN = 0.03  # nor a split that gains less: what the model gets wrong
 _GROUPS = 32  # sequences are costed in at most this many groups of like length
+_REFINED = 12  # grids for whose counts of CP chunks first ones of other lengths are tried,
+_REFINABLE = 1.15  # and which are not further behind the best
+_FIRST_RATIOS = tuple(k / 20 for k in range(8, 33))  # of a first CP chunk to the others
 _WORLDS = (1, 2, 4, 8)  # for which a grid is chosen that may not depend on the world size: those of one node
 
 
@@ -30,7 +34,7 @@ def choose_fixup(load: cost.FixupLoad, profile: CostProfile, require_reproducibl
     return min(seconds, key=lambda strategy: seconds[strategy])  # on a tie the first named
 
 
-def choose_cp_chunk_len(
+def choose_grid(
     seq_lens: Sequence[int],
     world_size: int,
     ownership: str | layout.TokenRanges,
@@ -39,33 +43,105 @@ def choose_cp_chunk_len(
     lanes_per_rank: int = 1,
     fixup: str = "auto",
     require_reproducible: bool = False,
-) -> int:
-    """The length of least predicted time among some dozens; of equals the longest, so that nothing is cut in vain.
+) -> layout.Grid:
+    """The grid of least predicted time among some dozens; of equals the coarsest, so that nothing is cut in vain.
 
-    models: of the gates that the layer may have; what counts is their sum.
+    models: of the gates that the layer may have. The grid is the one that is least far behind what would be best if it
+        were known which of them it has.
     require_reproducible: where ownership is cut on the grid, the same for every world size: that of least time times
         ranks, over the worlds of one node.
+
+    On one rank first CP chunks may be longer or shorter than the others: stage 2's launch ends when the longest of
+    them, of stage 4, and of the N and M of the others do.
     """
     if not any(seq_lens):
-        return CHUNK
+        return layout.Grid(CHUNK, CHUNK)
     worlds = _WORLDS if require_reproducible and isinstance(ownership, str) else (world_size,)
-    searches = [_Search(seq_lens, world, ownership, models, fixup, require_reproducible) for world in worlds]
-
-    def least(length: int) -> float:
-        return sum(search.world_size * search.least_seconds(length) for search in searches)
-
-    def seconds(length: int) -> float:
-        return sum(search.world_size * search.seconds(length) for search in searches)
-
+    searches = [_Search(seq_lens, world, ownership, fixup, require_reproducible, models[0]) for world in worlds]
+    costs = [_Costs(searches, model) for model in models]
     lengths = set().union(*(search.candidates(lanes_per_rank) for search in searches))
-    best = max(lengths)
-    limit = (1 - _GAIN) * seconds(best) if best >= max(seq_lens) else math.inf
-    for bound, length in sorted((least(length), -length) for length in lengths - {best}):
-        if bound > limit:
+    grids = [layout.Grid(length, length) for length in sorted(lengths, reverse=True)]
+    if worlds == (1,):
+        grids += _unequal(max(seq_lens), _promising(grids, costs))
+    if len(costs) == 1:
+        return _least(grids, costs[0].bound, costs[0].seconds, _GAIN)
+    best = [cost.seconds(_least(grids, cost.bound, cost.seconds)) for cost in costs]
+
+    def behind(values: Sequence[float]) -> float:
+        return max(value / own for value, own in zip(values, best, strict=True))
+
+    return _least(
+        grids,
+        lambda grid: behind([cost.bound(grid) for cost in costs]),
+        lambda grid: behind([cost.seconds(grid) for cost in costs]),
+        _GAIN,
+    )
+
+
+def _least(
+    grids: Sequence[layout.Grid],
+    bound: Callable[[layout.Grid], float],
+    value: Callable[[layout.Grid], float],
+    least_gain: float = 0.0,
+) -> layout.Grid:
+    """The grid of least value, or the first of all where no other gains so much."""
+    best, *others = grids
+    limit = (1 - least_gain) * value(best)
+    for grid in sorted(others, key=bound):  # stable: of equals the first
+        if bound(grid) > limit:
             break
-        if (found := seconds(-length)) < limit * (1 - 1e-9):
-            best, limit = -length, found
+        found = value(grid)
+        if found < limit * (1 - 1e-9):
+            best, limit = grid, found
     return best
+
+
+class _Costs:
+    """Predicted time by one model, times ranks, over all searches."""
+
+    def __init__(self, searches: Sequence[_Search], model: StageModel) -> None:
+        self._searches, self._model = searches, model
+        self._bounds: dict[layout.Grid, float] = {}
+        self._seconds: dict[layout.Grid, float] = {}
+
+    def bound(self, grid: layout.Grid) -> float:
+        """Below `seconds`, and cheaper."""
+        if grid not in self._bounds:
+            self._bounds[grid] = self._sum(grid, self._model.least_seconds)
+        return self._bounds[grid]
+
+    def seconds(self, grid: layout.Grid) -> float:
+        if grid not in self._seconds:
+            self._seconds[grid] = self._sum(grid, lambda kinds: sum(self._model.seconds(kinds)))
+        return self._seconds[grid]
+
+    def _sum(self, grid: layout.Grid, stages: Callable[[dict[Kind, float]], float]) -> float:
+        return sum(s.world_size * (stages(s.shape(grid).kinds) + s.shape(grid).fixup) for s in self._searches)
+
+
+def _promising(grids: Sequence[layout.Grid], costs: Sequence[_Costs]) -> list[layout.Grid]:
+    """The best of these, best first: those whose first cells are worth refining."""
+
+    def bound(grid: layout.Grid) -> float:
+        return sum(cost.bound(grid) for cost in costs)
+
+    def seconds(grid: layout.Grid) -> float:
+        return sum(cost.seconds(grid) for cost in costs)
+
+    limit = _REFINABLE * seconds(_least(grids, bound, seconds))
+    return sorted((grid for grid in grids if bound(grid) <= limit), key=seconds)[:_REFINED]
+
+
+def _unequal(longest: int, grids: Sequence[layout.Grid]) -> list[layout.Grid]:
+    """Grids of as many cells as these, of which the last is full and the first is not equal to the others."""
+    refined = []
+    for count in dict.fromkeys(grid.count(longest) for grid in grids):
+        for ratio in _FIRST_RATIOS if count > 1 else ():
+            length = _round_up(longest / (count - 1 + ratio))
+            first = _round_up(longest) - (count - 1) * length
+            if min(first, length) >= _LEAST and first != length:
+                refined.append(layout.Grid(first, length))
+    return list(dict.fromkeys(refined))
 
 
 def unsplit(longest: int) -> int:
@@ -78,32 +154,37 @@ def balanced(longest: int) -> int:
     return _round_up(math.isqrt(CHUNK * longest))
 
 
+class _Shape(NamedTuple):
+    kinds: dict[Kind, float]  # CP chunks of the fullest rank, whose work is taken to be its share of the tokens
+    fixup: float  # seconds
+
+
 class _Search:
-    """Predicted time as a function of the CP chunk length, from sums over groups of sequences: no plan is built."""
+    """What a rank has to do as a function of the grid, from sums over groups of sequences: no plan is built."""
 
     def __init__(
         self,
         seq_lens: Sequence[int],
         world_size: int,
         ownership: str | layout.TokenRanges,
-        models: Sequence[StageModel],
         fixup: str,
         require_reproducible: bool,
+        model: StageModel,  # whichever: gates do not matter here
     ) -> None:
         self.seq_starts = layout.sequence_starts(seq_lens)
         self.world_size = world_size
         self.ownership = ownership
-        self.models = models
         self.fixup = fixup
         self.require_reproducible = require_reproducible
+        self.model = model
         self.longest = max(seq_lens)
         self.share = self.seq_starts[-1] / world_size  # tokens of a rank
         self.groups = _groups(seq_lens)
+        self._shapes: dict[layout.Grid, _Shape] = {}
 
     def candidates(self, lanes: int) -> set[int]:
         """Whole sequences, fractions of a sequence, of a rank's share and of a zigzag part, powers of two."""
-        model = self.models[0]
-        filling = -(-model.profile.workers // model.num_heads)  # CP chunks whose heads fill a rank's workers
+        filling = -(-self.model.profile.workers // self.model.num_heads)  # CP chunks whose heads fill a rank's workers
         pieces = {lanes * k for k in range(1, min(4 * filling + 2, 128) + 1)}
         parts = [self.longest, self.share]
         if self.ownership == "zigzag":
@@ -118,55 +199,47 @@ class _Search:
         most = len(self.seq_starts) + self.world_size * max(32, 4 * filling) * lanes
         return {whole, *(n for n in lengths if _LEAST <= n < whole and self.seq_starts[-1] // n <= most)}
 
-    def seconds(self, length: int) -> float:
-        """All stages on the fullest rank, whose work is taken to be its share of the tokens; mean over the models."""
-        kinds, fullest = self.kinds(length)
-        stages = sum(sum(model.seconds(kinds)) for model in self.models) / len(self.models)
-        return stages + self.fixup_seconds(length, fullest)
+    def shape(self, grid: layout.Grid) -> _Shape:
+        if grid not in self._shapes:
+            self._shapes[grid] = self._shape(grid)
+        return self._shapes[grid]
 
-    def least_seconds(self, length: int) -> float:
-        """A lower bound on `seconds` that takes no schedule."""
-        kinds, fullest = self.kinds(length)
-        stages = sum(model.least_seconds(kinds) for model in self.models) / len(self.models)
-        return stages + self.fixup_seconds(length, fullest)
-
-    def kinds(self, length: int) -> tuple[dict[Kind, float], float]:
-        """The CP chunks of the fullest rank, and its share of all tokens."""
-        fullest = self.fullest(length) / self.seq_starts[-1]
+    def _shape(self, grid: layout.Grid) -> _Shape:
+        fullest = self.fullest(grid) / self.seq_starts[-1]
         kinds: dict[Kind, float] = {}
         for tokens, count in self.groups:
-            cells = -(-tokens // length)
-            own = [(Kind(_chunks(tokens - (cells - 1) * length), cells == 1, True), 1)]
+            cells = grid.count(tokens)
+            own = [(Kind(_chunks(tokens - grid.start(cells - 1)), cells == 1, True), 1)]
             if cells > 1:
-                own.append((Kind(_chunks(length), True, False), 1))
+                own.append((Kind(_chunks(grid.first), True, False), 1))
             if cells > 2:
-                own.append((Kind(_chunks(length), False, False), cells - 2))
+                own.append((Kind(_chunks(grid.length), False, False), cells - 2))
             for kind, times in own:
                 kinds[kind] = kinds.get(kind, 0.0) + times * count * fullest
-        return kinds, fullest
+        return _Shape(kinds, self.fixup_seconds(grid, fullest))
 
-    def fullest(self, length: int) -> int:
+    def fullest(self, grid: layout.Grid) -> int:
         """Tokens of the rank that has most."""
         if self.ownership == "contiguous":
-            cuts = layout.contiguous_cuts(self.seq_starts, self.world_size, length)
+            cuts = layout.contiguous_cuts(self.seq_starts, self.world_size, grid)
             return max(stop - start for start, stop in pairwise(cuts))
         tokens_of = [0] * self.world_size
         if self.ownership == "zigzag":
             for tokens, count in self.groups:
-                for first, end, rank in layout.zigzag_parts(-(-tokens // length), self.world_size):
-                    tokens_of[rank] += count * (min(end * length, tokens) - first * length)
+                for first, end, rank in layout.zigzag_parts(grid.count(tokens), self.world_size):
+                    tokens_of[rank] += count * (min(grid.start(end), tokens) - grid.start(first))
         else:
             assert not isinstance(self.ownership, str)
             for start, stop, rank in layout.explicit_runs(self.ownership):
                 tokens_of[rank] += stop - start
         return max(tokens_of)
 
-    def fixup_seconds(self, length: int, fullest: float) -> float:
-        model, zigzag = self.models[0], self.ownership == "zigzag"
+    def fixup_seconds(self, grid: layout.Grid, fullest: float) -> float:
+        model, zigzag = self.model, self.ownership == "zigzag"
         hops = depth = 0
         crossing = local = handed_on = 0.0  # maps, maps, states
         for tokens, count in self.groups:
-            maps = -(-tokens // length) - 1
+            maps = grid.count(tokens) - 1
             ranks = tokens / self.share  # that it spans; a short sequence straddles a cut with this probability
             depth = max(depth, maps)
             if maps and self.world_size > 1:
@@ -207,7 +280,7 @@ def _groups(seq_lens: Sequence[int]) -> list[tuple[int, int]]:
 
 def _cuts_within(seq_starts: Sequence[int], ranges: layout.TokenRanges) -> list[int]:
     """Positions within sequences at which explicit ownership cuts them."""
-    segments = layout.build_segments(seq_starts, layout.explicit_runs(ranges), len(ranges), CHUNK)
+    segments = layout.build_segments(seq_starts, layout.explicit_runs(ranges), len(ranges), layout.Grid(CHUNK, CHUNK))
     return [segment.stop - seq_starts[segment.sequence] for segment in segments if segment.next is not None]
 
 

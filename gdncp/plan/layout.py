@@ -1,7 +1,7 @@
 """Ownership and grid to tables: token runs, segments, and one rank's CP chunks and checkpoints.
 
-The grid of a sequence lies at its start + m · cp_chunk_len. Ownership may cut it elsewhere: the CP chunk then ends at
-the cut, and the next one runs from there to the next grid point.
+A sequence's grid lies at its start, and at its start + first + m · length (`Grid`). Ownership may cut it elsewhere: the
+CP chunk then ends at the cut, and the next one runs from there to the next grid point.
 """
 
 from __future__ import annotations
@@ -9,10 +9,33 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from gdncp.plan.model import CpChunk, RankCheckpoint, RankPlan, Segment, TokenRun
 
 TokenRanges = tuple[tuple[tuple[int, int], ...], ...]  # per rank: half-open ranges of global tokens
+
+
+class Grid(NamedTuple):
+    """Where a sequence is cut, in positions from its start: cells of `length` tokens behind one of `first`."""
+
+    first: int
+    length: int
+
+    def cell(self, position: int) -> int:
+        """The cell that holds the token at `position`."""
+        return max((position - self.first) // self.length + 1, 0)
+
+    def start(self, cell: int) -> int:
+        return self.first + (cell - 1) * self.length if cell else 0
+
+    def count(self, tokens: int) -> int:
+        """Cells of a sequence; an empty one has one too."""
+        return self.cell(tokens - 1) + 1
+
+    def __contains__(self, position: object) -> bool:
+        """Whether a cell starts at `position`."""
+        return isinstance(position, int) and self.start(self.cell(position)) == position
 
 
 def sequence_starts(seq_lens: Sequence[int]) -> tuple[int, ...]:
@@ -20,7 +43,7 @@ def sequence_starts(seq_lens: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(seq_lens, initial=0))
 
 
-def contiguous_cuts(seq_starts: Sequence[int], world_size: int, cp_chunk_len: int) -> list[int]:
+def contiguous_cuts(seq_starts: Sequence[int], world_size: int, grid: Grid) -> list[int]:
     """World size + 1 bounds: near-equal shares of the packed tokens, snapped to the nearest grid point (ties: low)."""
     num_tokens = seq_starts[-1]
     cuts = [0]
@@ -31,27 +54,25 @@ def contiguous_cuts(seq_starts: Sequence[int], world_size: int, cp_chunk_len: in
             cuts.append(ideal)
             continue
         start, stop = seq_starts[sequence], seq_starts[sequence + 1]
-        low = ideal - (ideal - start) % cp_chunk_len
-        high = min(low + cp_chunk_len, stop)
+        cell = grid.cell(ideal - start)
+        low, high = start + grid.start(cell), min(start + grid.start(cell + 1), stop)
         cuts.append(low if ideal - low <= high - ideal else high)
     return [*cuts, num_tokens]
 
 
-def contiguous_runs(seq_starts: Sequence[int], world_size: int, cp_chunk_len: int) -> tuple[TokenRun, ...]:
-    cuts = contiguous_cuts(seq_starts, world_size, cp_chunk_len)
+def contiguous_runs(seq_starts: Sequence[int], world_size: int, grid: Grid) -> tuple[TokenRun, ...]:
+    cuts = contiguous_cuts(seq_starts, world_size, grid)
     return merge_runs(zip(cuts, cuts[1:], range(world_size), strict=False))
 
 
-def zigzag_runs(seq_starts: Sequence[int], world_size: int, cp_chunk_len: int) -> tuple[TokenRun, ...]:
+def zigzag_runs(seq_starts: Sequence[int], world_size: int, grid: Grid) -> tuple[TokenRun, ...]:
     """Per sequence of C CP chunks: part i is CP chunks [i·C//2W, (i+1)·C//2W); rank r holds parts r and 2W−1−r."""
     known: dict[int, list[tuple[int, int, int]]] = {}
     pieces = []
     for start, stop in pairwise(seq_starts):
-        chunks = -(-(stop - start) // cp_chunk_len)
+        chunks = grid.count(stop - start)
         if chunks not in known:
-            known[chunks] = [
-                (a * cp_chunk_len, b * cp_chunk_len, rank) for a, b, rank in zigzag_parts(chunks, world_size)
-            ]
+            known[chunks] = [(grid.start(a), grid.start(b), rank) for a, b, rank in zigzag_parts(chunks, world_size)]
         for low, high, rank in known[chunks]:
             pieces.append((start + low, min(start + high, stop), rank))
     return merge_runs(pieces)
@@ -93,7 +114,7 @@ def merge_runs(pieces: Iterable[tuple[int, int, int]]) -> tuple[TokenRun, ...]:
 
 
 def build_segments(
-    seq_starts: Sequence[int], runs: Sequence[TokenRun], world_size: int, cp_chunk_len: int
+    seq_starts: Sequence[int], runs: Sequence[TokenRun], world_size: int, grid: Grid
 ) -> tuple[Segment, ...]:
     """Every sequence cut where its tokens change rank; an empty one is on the rank of the next token, or the last."""
     segments: list[Segment] = []
@@ -109,7 +130,7 @@ def build_segments(
                 _, run_stop, rank = next(upcoming)
             stop = seq_stop if seq_stop < run_stop else run_stop
             # grid cells touched; an empty sequence is one CP chunk too
-            count = -((seq_start - stop) // cp_chunk_len) - (start - seq_start) // cp_chunk_len or 1
+            count = grid.count(stop - seq_start) - grid.cell(start - seq_start)
             item = items_of[rank]
             before = None if start == seq_start else index - 1
             after = None if stop == seq_stop else index + 1
@@ -131,7 +152,7 @@ def build_rank_plan(
     segments: Sequence[Segment],  # of this rank, in order
     *,
     seq_starts: Sequence[int],
-    cp_chunk_len: int,
+    grid: Grid,
     num_lanes: int,
     checkpoint_every_n_tokens: int,
     checkpoint_positions: Sequence[Sequence[int]] | None,
@@ -142,7 +163,7 @@ def build_rank_plan(
     offset = 0
     for segment in segments:
         seq_start = seq_starts[segment.sequence]
-        bounds = _chunk_bounds(segment, seq_start, cp_chunk_len)
+        bounds = _chunk_bounds(segment, seq_start, grid)
         last = len(bounds) - 2 if segment.next is None else -1
         for i, (start, stop) in enumerate(pairwise(bounds)):
             # the lane in whose share of the tokens the CP chunk's middle lies
@@ -153,7 +174,7 @@ def build_rank_plan(
         _, positions = segment_checkpoints(segment, seq_start, checkpoint_every_n_tokens, checkpoint_positions)
         for position in positions:
             token = seq_start + position - 1  # the last token that the state has seen
-            cell = (position - 1) // cp_chunk_len - (segment.start - seq_start) // cp_chunk_len
+            cell = grid.cell(position - 1) - grid.cell(segment.start - seq_start)
             row = len(checkpoints)
             checkpoints.append(RankCheckpoint(segment.first_item + cell, token + 1 - bounds[cell], row))
 
@@ -183,10 +204,10 @@ def build_rank_plan(
     )
 
 
-def _chunk_bounds(segment: Segment, seq_start: int, cp_chunk_len: int) -> list[int]:
+def _chunk_bounds(segment: Segment, seq_start: int, grid: Grid) -> list[int]:
     """Bounds of a segment's CP chunks, one more than there are; [start, start] for an empty sequence."""
-    next_grid = segment.start + cp_chunk_len - (segment.start - seq_start) % cp_chunk_len
-    return [segment.start, *range(next_grid, segment.stop, cp_chunk_len), segment.stop]
+    next_grid = seq_start + grid.start(grid.cell(segment.start - seq_start) + 1)
+    return [segment.start, *range(next_grid, segment.stop, grid.length), segment.stop]
 
 
 def segment_checkpoints(

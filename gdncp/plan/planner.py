@@ -21,6 +21,7 @@ def plan_prefill(
     num_v_heads: int,
     head_dim: int = 128,
     cp_chunk_len: int | None = None,
+    first_cp_chunk_len: int | None = None,
     checkpoint_every_n_tokens: int = 0,
     checkpoint_positions: Sequence[Sequence[int]] | None = None,
     fixup: str = "auto",
@@ -40,6 +41,9 @@ def plan_prefill(
             clear `plan.reproducible`.
         num_q_heads, num_k_heads, num_v_heads: GQA (k = v, q a multiple) or GVA (q = k, v a multiple).
         cp_chunk_len: tokens of a CP chunk, a multiple of 64; None: chosen by predicted time.
+        first_cp_chunk_len: for those who tune: tokens of each sequence's first CP chunk, which costs less than the
+            others, where they are not to be `cp_chunk_len`, which must be given too. Where None is given for both, the
+            planner chooses it as well on one rank; on several ranks all CP chunks are equal.
         checkpoint_every_n_tokens: a state checkpoint after every n-th token of a sequence; a multiple of 64, 0: none.
         checkpoint_positions: instead, per sequence the strictly ascending numbers of tokens after which to take one.
         fixup: "chain", "all_gather", "head_sharded", "tree", or "auto": the cheapest by the cost model. Where no
@@ -79,11 +83,13 @@ def plan_prefill(
     seq_starts = layout.sequence_starts(lengths)
     requested = cp_chunk_len
     if requested is None:
+        if first_cp_chunk_len is not None:
+            raise ValueError(f"first_cp_chunk_len must be None where cp_chunk_len is, got {first_cp_chunk_len!r}")
         gates: list[Sequence[float] | None] = [head_half_lives]
         if head_half_lives is None and forget_below != 0:
             gates.append(choose.typical_half_lives(max(heads)))
         models = [StageModel(profile, max(heads), heads[1], head_dim, half_lives, forget_below) for half_lives in gates]
-        cp_chunk_len = choose.choose_cp_chunk_len(
+        grid = choose.choose_grid(
             lengths,
             world_size,
             ownership,
@@ -93,10 +99,12 @@ def plan_prefill(
             require_reproducible=require_reproducible,
         )
     else:
-        cp_chunk_len = requested = checks.cp_chunk_len(requested)
+        requested = checks.cp_chunk_len(requested)
+        first = requested if first_cp_chunk_len is None else first_cp_chunk_len
+        grid = layout.Grid(checks.cp_chunk_len(first, "first_cp_chunk_len"), requested)
 
-    runs = _own(seq_starts, world_size, ownership, cp_chunk_len)
-    segments = layout.build_segments(seq_starts, runs, world_size, cp_chunk_len)
+    runs = _own(seq_starts, world_size, ownership, grid)
+    segments = layout.build_segments(seq_starts, runs, world_size, grid)
     if all(segment.next is None for segment in segments):
         resolved = "local"
     elif fixup == "auto":
@@ -112,8 +120,9 @@ def plan_prefill(
         num_k_heads=heads[1],
         num_v_heads=heads[2],
         head_dim=head_dim,
-        cp_chunk_len=cp_chunk_len,
+        cp_chunk_len=grid.length,
         cp_chunk_len_requested=requested,
+        first_cp_chunk_len=grid.first,
         checkpoint_every_n_tokens=every,
         checkpoint_positions=checkpoint_positions,
         fixup=resolved,
@@ -129,11 +138,11 @@ def plan_prefill(
 
 
 def _own(
-    seq_starts: tuple[int, ...], world_size: int, ownership: str | layout.TokenRanges, cp_chunk_len: int
+    seq_starts: tuple[int, ...], world_size: int, ownership: str | layout.TokenRanges, grid: layout.Grid
 ) -> tuple[TokenRun, ...]:
     if ownership == "contiguous":
-        return layout.contiguous_runs(seq_starts, world_size, cp_chunk_len)
+        return layout.contiguous_runs(seq_starts, world_size, grid)
     if ownership == "zigzag":
-        return layout.zigzag_runs(seq_starts, world_size, cp_chunk_len)
+        return layout.zigzag_runs(seq_starts, world_size, grid)
     assert not isinstance(ownership, str)
     return layout.explicit_runs(ownership)

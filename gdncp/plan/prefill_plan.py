@@ -31,6 +31,7 @@ class PrefillPlan:
     head_dim: int
     cp_chunk_len: int  # resolved
     cp_chunk_len_requested: int | None
+    first_cp_chunk_len: int  # resolved: of each sequence's first CP chunk
     checkpoint_every_n_tokens: int
     checkpoint_positions: tuple[tuple[int, ...], ...] | None
     fixup: str  # resolved: "local" where nothing crosses ranks
@@ -74,6 +75,11 @@ class PrefillPlan:
         return self.seq_starts[-1]
 
     @property
+    def grid(self) -> layout.Grid:
+        """Where a sequence is cut, in positions from its start."""
+        return layout.Grid(self.first_cp_chunk_len, self.cp_chunk_len)
+
+    @property
     def num_cp_chunks(self) -> int:
         return self.segments[-1].first_chunk + self.segments[-1].num_items
 
@@ -92,7 +98,7 @@ class PrefillPlan:
                 rank,
                 self._segments_of[rank],
                 seq_starts=self.seq_starts,
-                cp_chunk_len=self.cp_chunk_len,
+                grid=self.grid,
                 num_lanes=self.lanes_per_rank,
                 checkpoint_every_n_tokens=self.checkpoint_every_n_tokens,
                 checkpoint_positions=self.checkpoint_positions,
@@ -147,8 +153,8 @@ class PrefillPlan:
     @cached_property
     def off_grid_cuts(self) -> tuple[int, ...]:
         """Global tokens at which ownership cuts a sequence off its CP chunk grid."""
-        starts, length = self.seq_starts, self.cp_chunk_len
-        return tuple(s.stop for s in self.segments if s.next is not None and (s.stop - starts[s.sequence]) % length)
+        starts, grid = self.seq_starts, self.grid
+        return tuple(s.stop for s in self.segments if s.next is not None and s.stop - starts[s.sequence] not in grid)
 
     @property
     def reproducible(self) -> bool:
@@ -164,7 +170,7 @@ class PrefillPlan:
             self.world_size,
             tuple(map(tuple, self.runs)) if self.ownership == "explicit" else self.ownership,
             (self.num_q_heads, self.num_k_heads, self.num_v_heads, self.head_dim),
-            self.cp_chunk_len,
+            self.cp_chunk_len if self.first_cp_chunk_len == self.cp_chunk_len else self.grid[:],
             self.checkpoint_every_n_tokens,
             self.checkpoint_positions,
             self.fixup,

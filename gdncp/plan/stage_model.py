@@ -10,15 +10,13 @@ from gdncp.plan.checks import CHUNK
 from gdncp.plan.list_schedule import Workers
 from gdncp.plan.profiles import CostProfile
 
-_INTERLEAVED = (
-    4  # equal CP chunks are scheduled in at most so many parts, in which heads that read more and less alternate
-)
+_INTERLEAVED = 4  # parts in which equal CP chunks are scheduled, so that heads that read more and less alternate
 
 
 class Kind(NamedTuple):
     """CP chunks that cost the same."""
 
-    num_chunks: int
+    num_chunks: int  # 64-token chunks
     is_first: bool
     is_last: bool
 

@@ -21,6 +21,14 @@ def no_layouts(monkeypatch):
     monkeypatch.setattr(layout, "_CAPTURED", {})
 
 
+def test_items_that_open_a_sequence_come_first_and_then_the_longest():
+    varlen = gdncp.plan_prefill([300, 50, 420, 128], cp_chunk_len=128, first_cp_chunk_len=64, **HEADS)
+    table = layout.layout_of_plan(varlen, 0, CPU).tables[0]
+    assert table.opens.tolist() == [True] * 3 + [False] * 7
+    assert table.num_tokens.tolist() == [64, 64, 64, 128, 128, 128, 108, 100, 64, 50]
+    assert table.map_item.tolist() == [0, 1, 2, 3, 4, 5]  # stage 2 takes them in this order
+
+
 def test_a_layout_is_made_once_per_plan_rank_and_device(monkeypatch):
     monkeypatch.setattr(layout, "_CACHE_SIZE", 2)
     first = layout.layout_of_plan(plan(300), 0, CPU)

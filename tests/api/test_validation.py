@@ -16,6 +16,9 @@ STARTS = checkpoint_starts([64, 64], 64)
 
 
 SPLITS = gdncp.plan_prefill([T], num_q_heads=H, num_k_heads=H, num_v_heads=H, head_dim=D, cp_chunk_len=64)
+LONG_FIRST = gdncp.plan_prefill(
+    [T], num_q_heads=H, num_k_heads=H, num_v_heads=H, head_dim=D, cp_chunk_len=64, first_cp_chunk_len=128
+)
 PLAN = gdncp.plan_prefill(
     [64, 64], num_q_heads=H, num_k_heads=H, num_v_heads=H, head_dim=D, checkpoint_every_n_tokens=64
 )
@@ -183,6 +186,10 @@ BAD = {  # id: (arguments over a good call, message)
     "plan of another grid": (
         {"plan": SPLITS, "cu_seqlens": None, "_cp_chunk_len": 128, "output_state": None},
         r"_cp_chunk_len must be None or the plan's 64, got 128",
+    ),
+    "plan of another grid, by its first CP chunks": (
+        {"plan": LONG_FIRST, "cu_seqlens": None, "_cp_chunk_len": 64, "output_state": None},
+        r"_cp_chunk_len must be None with a plan whose first CP chunks have 128 tokens, got 64",
     ),
     "plan ranks": (
         {"plan": gdncp.plan_prefill([64, 64], num_q_heads=2, num_k_heads=2, num_v_heads=2, head_dim=D, world_size=2)},

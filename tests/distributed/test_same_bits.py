@@ -39,7 +39,7 @@ def plan_for(seq_lens, world_size: int, **choices: Any) -> gdncp.PrefillPlan:
     q, k, v = HEADS
     return gdncp.plan_prefill(
         seq_lens, world_size=world_size, num_q_heads=q, num_k_heads=k, num_v_heads=v, head_dim=DIM,
-        cp_chunk_len=LENGTH, checkpoint_every_n_tokens=EVERY, **choices,
+        **{"cp_chunk_len": LENGTH, "checkpoint_every_n_tokens": EVERY, **choices},
     )  # fmt: skip
 
 
@@ -144,6 +144,28 @@ def test_same_bits_as_one_rank(configuration, target):
         for rank, share in enumerate(shares):
             others = [i for i in range(len(seq_lens)) if plan.final_state_owner(i) != rank]
             assert not share["final_state"][others].any(), "rows of other owners stay zeros"
+
+
+@pytest.mark.parametrize("first", [LENGTH, 3 * LENGTH])
+@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[2]])
+def test_first_cp_chunks_of_another_length_keep_the_bits(first, target):
+    """... and are right: shorter and longer ones, over lanes and ranks."""
+    name, gates, dtype = "varlen", "never", torch.float32
+    seq_lens, tokens, initial = batch(name, gates, dtype)
+    grid = {"cp_chunk_len": 2 * LENGTH, "first_cp_chunk_len": first}
+    one, lanes = plan_for(seq_lens, 1, **grid), plan_for(seq_lens, 1, lanes_per_rank=3, **grid)
+    three = plan_for(seq_lens, 3, fixup="chain", **grid)
+    assert three.reproducible and three.crosses_ranks
+    arguments = (name, gates, dtype, target, {"forget_below": 0.0})
+    single = gather(one, [run_share(0, one, *arguments)])
+    same(gather(lanes, [run_share(0, lanes, *arguments)]), single)
+    same(gather(three, run_ranks(run_share, 3, three, *arguments)), single)
+    expected = gdncp.gated_delta_rule_reference(
+        **tokens, seq_lens=seq_lens, initial_state=initial, checkpoint_every_n_tokens=EVERY
+    )
+    assert_output(single["output"], expected.output, seq_lens, TOLERANCE[dtype])
+    assert_within(single["final_state"], expected.final_state, TOLERANCE[dtype])
+    assert_within(single["checkpoints"], expected.checkpoints, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("target", [TARGETS[0], TARGETS[2]])

@@ -36,11 +36,13 @@ def plan_arguments(draw: st.DrawFn) -> dict[str, Any]:
     every = draw(st.sampled_from([0, 64, 128, 320]))
     if not every and draw(st.booleans()):
         positions = [sorted(draw(st.sets(st.integers(1, n), max_size=5))) if n else [] for n in seq_lens]
+    length = draw(st.sampled_from([None, 64, 128, 192, 1024]))
     return {
         "seq_lens": seq_lens,
         "world_size": world_size,
         "ownership": ownership,
-        "cp_chunk_len": draw(st.sampled_from([None, 64, 128, 192, 1024])),
+        "cp_chunk_len": length,
+        "first_cp_chunk_len": draw(st.sampled_from([None, 64, 192, 320])) if length else None,
         "checkpoint_every_n_tokens": every,
         "checkpoint_positions": positions,
         "fixup": draw(st.sampled_from(["auto", "chain", "all_gather", "head_sharded", "tree"])),

@@ -42,6 +42,8 @@ NotABool.__name__ = "bool_"
         ({"cp_chunk_len": 0}, ["cp_chunk_len", "positive multiple of the chunk size (64)", "0"]),
         ({"cp_chunk_len": 100}, ["cp_chunk_len", "multiple of the chunk size (64)", "100"]),
         ({"cp_chunk_len": 64.0}, ["cp_chunk_len", "64.0"]),
+        ({"first_cp_chunk_len": 100}, ["first_cp_chunk_len", "multiple of the chunk size (64)", "100"]),
+        ({"cp_chunk_len": None, "first_cp_chunk_len": 64}, ["first_cp_chunk_len must be None", "cp_chunk_len", "64"]),
         ({"lanes_per_rank": 0}, ["lanes_per_rank", "positive int", "0"]),
         ({"checkpoint_every_n_tokens": -64}, ["checkpoint_every_n_tokens", "non-negative", "-64"]),
         ({"checkpoint_every_n_tokens": 16}, ["checkpoint_every_n_tokens", "multiple of the chunk size", "16"]),

@@ -65,6 +65,28 @@ def test_ownership_on_the_grid_of_the_chunk_length_alone_is_not_on_the_cp_chunk_
     assert (chosen.cp_chunk_len, chosen.reproducible) == (64, True)  # the only length with this cut on its grid
 
 
+def test_first_cp_chunks_of_another_length() -> None:
+    options = {"world_size": 2, "checkpoint_positions": [[192, 193, 300], [100]], "fixup": "chain", **HEADS}
+    plan = plan_prefill([400, 100], cp_chunk_len=128, first_cp_chunk_len=192, **options)
+    assert [(c.start, c.stop, c.rank) for c in plan.cp_chunks] == [
+        (0, 192, 0), (192, 320, 1), (320, 400, 1), (400, 500, 1)
+    ]  # fmt: skip
+    assert [c[:2] for c in plan.rank_plan(0).checkpoints] == [(0, 192)]
+    assert [c[:2] for c in plan.rank_plan(1).checkpoints] == [(0, 1), (0, 108), (2, 100)]
+    assert plan.reproducible and "a sequence's first of 192" in plan.explain()
+    shorter = plan_prefill([400, 100], cp_chunk_len=192, first_cp_chunk_len=64, **options)
+    assert [(c.start, c.stop) for c in shorter.cp_chunks] == [(0, 64), (64, 256), (256, 400), (400, 464), (464, 500)]
+    # on this grid, not on that of equal CP chunks
+    cut = [[(0, 320)], [(320, 500)]]
+    assert not plan_prefill([500], world_size=2, ownership=cut, cp_chunk_len=128, **HEADS).reproducible
+    assert plan_prefill(
+        [500], world_size=2, ownership=cut, cp_chunk_len=128, first_cp_chunk_len=192, **HEADS
+    ).reproducible
+    # equal lengths are the grid that they always were
+    equal = plan_prefill([400, 100], cp_chunk_len=128, first_cp_chunk_len=128, **options)
+    assert equal == plan_prefill([400, 100], cp_chunk_len=128, **options) != plan
+
+
 def test_a_cut_between_sequences_is_on_every_grid() -> None:
     plan = plan_prefill([100, 50], world_size=2, ownership=[[(0, 100)], [(100, 150)]], cp_chunk_len=64, **HEADS)
     assert (plan.reproducible, plan.fixup, plan.crosses_ranks) == (True, "local", False)
@@ -151,6 +173,7 @@ def test_ranks_and_sequences_outside_the_plan(rank: int) -> None:
         {"num_v_heads": 8},
         {"head_dim": 64},
         {"cp_chunk_len": 128},
+        {"first_cp_chunk_len": 128},
         {"checkpoint_every_n_tokens": 64},
         {"checkpoint_positions": [[5]]},
         {"fixup": "all_gather"},

@@ -19,6 +19,10 @@ def rank_plans(plan: PrefillPlan) -> list[RankPlan]:
     return [plan.rank_plan(rank) for rank in range(plan.world_size)]
 
 
+def grid_of(plan: PrefillPlan) -> dict[str, int]:
+    return {"cp_chunk_len": plan.cp_chunk_len, "first_cp_chunk_len": plan.first_cp_chunk_len}
+
+
 def chunks_of(plan: PrefillPlan, sequence: int) -> list[Any]:
     return [chunk for chunk in plan.cp_chunks if chunk.sequence == sequence]
 
@@ -51,7 +55,7 @@ def test_cp_chunks_partition_each_sequence_in_order(plan: PrefillPlan) -> None:
         if start == stop:
             assert len(chunks) == 1  # which hands the initial state over
         else:
-            assert all(0 < chunk.num_tokens <= plan.cp_chunk_len for chunk in chunks)
+            assert all(0 < chunk.num_tokens <= max(plan.grid) for chunk in chunks)
 
 
 @quick
@@ -63,7 +67,7 @@ def test_cp_chunks_end_on_the_grid_or_where_ownership_cuts(plan: PrefillPlan) ->
             rank_of.update(dict.fromkeys(range(start, stop), rank))
     off_grid = False
     for sequence, (start, stop) in enumerate(pairwise(plan.seq_starts)):
-        grid = set(range(start, stop, plan.cp_chunk_len)) | {stop}
+        grid = {start, *range(start + plan.first_cp_chunk_len, stop, plan.cp_chunk_len), stop}
         cuts = {t for t in range(start + 1, stop) if rank_of[t - 1] != rank_of[t]}
         chunks = chunks_of(plan, sequence)
         assert {chunk.stop for chunk in chunks} == ((grid | cuts) - {start} or {stop})
@@ -181,7 +185,7 @@ def test_checkpoint_rows_partition_all_rows_and_see_the_right_tokens(plan: Prefi
 def test_lanes_divide_a_ranks_items_and_change_nothing_else(arguments: dict[str, Any]) -> None:
     plan = plan_prefill(**arguments)
     lanes = arguments["lanes_per_rank"]
-    single = plan_prefill(**{**arguments, "lanes_per_rank": 1, "cp_chunk_len": plan.cp_chunk_len})
+    single = plan_prefill(**{**arguments, "lanes_per_rank": 1, **grid_of(plan)})
     for rank_plan, unlaned in zip(rank_plans(plan), rank_plans(single), strict=True):
         assert len(rank_plan.lanes) == lanes
         assert list(chain.from_iterable(rank_plan.lanes)) == list(range(len(rank_plan.items)))
@@ -194,13 +198,15 @@ def test_lanes_divide_a_ranks_items_and_change_nothing_else(arguments: dict[str,
 
 
 @quick
-@given(batches, st.integers(1, 9), st.sampled_from([64, 128, 320]))
-def test_contiguous_shares_are_near_equal(seq_lens: list[int], world_size: int, cp_chunk_len: int) -> None:
-    plan = plan_prefill(seq_lens, world_size=world_size, cp_chunk_len=cp_chunk_len, fixup="chain", **HEADS)
+@given(batches, st.integers(1, 9), st.sampled_from([64, 128, 320]), st.sampled_from([None, 64, 256]))
+def test_contiguous_shares_are_near_equal(seq_lens: list[int], world_size: int, length: int, first: int | None) -> None:
+    plan = plan_prefill(
+        seq_lens, world_size=world_size, cp_chunk_len=length, first_cp_chunk_len=first, fixup="chain", **HEADS
+    )
     assert plan.reproducible
-    grid = {start + m for start, stop in pairwise(plan.seq_starts) for m in range(0, stop - start, cp_chunk_len)} | {
-        plan.num_tokens_total
-    }
+    grid = {plan.num_tokens_total}
+    for start, stop in pairwise(plan.seq_starts):
+        grid |= {start, *range(start + (first or length), stop, length)}
     cuts = [0]
     for rank in range(world_size):
         ranges = plan.token_ranges(rank)
@@ -215,11 +221,12 @@ def test_contiguous_shares_are_near_equal(seq_lens: list[int], world_size: int, 
 
 
 @quick
-@given(batches, st.integers(1, 9), st.sampled_from([64, 128]))
-def test_zigzag_gives_a_rank_its_two_parts(seq_lens: list[int], world_size: int, cp_chunk_len: int) -> None:
-    plan = plan_prefill(
-        seq_lens, world_size=world_size, ownership="zigzag", cp_chunk_len=cp_chunk_len, fixup="chain", **HEADS
-    )
+@given(batches, st.integers(1, 9), st.sampled_from([64, 128]), st.sampled_from([None, 64, 256]))
+def test_zigzag_gives_a_rank_its_two_parts(
+    seq_lens: list[int], world_size: int, length: int, first: int | None
+) -> None:
+    grid = {"cp_chunk_len": length, "first_cp_chunk_len": first}
+    plan = plan_prefill(seq_lens, world_size=world_size, ownership="zigzag", fixup="chain", **grid, **HEADS)
     assert plan.reproducible
     parts = 2 * world_size
     for sequence, length in enumerate(seq_lens):
@@ -247,7 +254,7 @@ def test_digest_is_equal_where_inputs_are(one: dict[str, Any], other: dict[str, 
     plan, again, different = plan_prefill(**one), plan_prefill(**one), plan_prefill(**other)
     assert plan.digest == again.digest and plan == again and hash(plan) == hash(again)
     # what was resolved is what counts: asking for it by name changes nothing
-    resolved = {"cp_chunk_len": plan.cp_chunk_len, "fixup": "auto" if plan.fixup == "local" else plan.fixup}
+    resolved = {**grid_of(plan), "fixup": "auto" if plan.fixup == "local" else plan.fixup}
     assert plan_prefill(**{**one, **resolved}).digest == plan.digest
     shapes = [(p.seq_lens, p.cp_chunks, p.fixup, p.num_checkpoints, p.lanes_per_rank) for p in (plan, different)]
     if shapes[0] != shapes[1]:
