@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -18,6 +19,12 @@ CASES = sorted(path.stem for path in DATA.glob("*.safetensors"))
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 TOLERANCE_BETA_ABOVE_1 = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 UNDERFLOW = 1e-36  # fp32's underflow floor: what is smaller than this may be zero
+
+
+def tolerance_of(dtype: torch.dtype, beta: torch.Tensor | None) -> float:
+    """The contract for tokens of that dtype with those update gates."""
+    table = TOLERANCE if beta is None or float(beta.max()) <= 1 else TOLERANCE_BETA_ABOVE_1
+    return table[dtype]
 
 
 def assert_within(x: torch.Tensor, reference: torch.Tensor, tol: float, bound: float = 0.0, what: str = "") -> None:
@@ -63,9 +70,7 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        beta = self["beta"]
-        table = TOLERANCE if beta is None or float(beta.max()) <= 1 else TOLERANCE_BETA_ABOVE_1
-        return table[self.tensors["q"].dtype]
+        return tolerance_of(self.tensors["q"].dtype, self["beta"])
 
 
 def load_case(name: str) -> Case:
@@ -126,6 +131,37 @@ def random_tokens(
 
 def random_state(rows: int, heads: int, dim: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(rows, heads, dim, dim, generator=torch.Generator().manual_seed(seed))
+
+
+class Target(NamedTuple):
+    """Where a numeric test runs, and the tokens it runs on where any would do: what is exact and small, if allowed."""
+
+    device: str
+    backend: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.backend == "hopper" else torch.float32
+
+    @property
+    def dim(self) -> int:
+        return 128 if self.backend == "hopper" else 64
+
+    @property
+    def tolerance(self) -> float:
+        """For beta in [0, 1]."""
+        return TOLERANCE[self.dtype]
+
+    def takes(self, dtype: torch.dtype, dim: int) -> bool:
+        """What `hopper` refuses, and says so, has tests of its own."""
+        return self.backend != "hopper" or (dtype != torch.float32 and dim == 128)
+
+    def tokens(self, num_tokens: int, heads: tuple[int, int, int] = (2, 2, 2), **arguments) -> dict[str, torch.Tensor]:
+        """`random_tokens`, rounded to the target's dtype: it and the oracle see the same."""
+        return random_tokens(num_tokens, heads, self.dim, dtype=self.dtype, **arguments)
+
+    def states(self, rows: int, heads: int = 2) -> torch.Tensor:
+        return random_state(rows, heads, self.dim)
 
 
 def cut(seq_lens, x: torch.Tensor) -> list[torch.Tensor]:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 import gdncp
-from tests.conftest import TARGETS
+from tests.conftest import SAME_BITS_TARGETS
 from tests.distributed.ranks import run_ranks
-from tests.numeric import TOLERANCE, assert_output, assert_within, random_state, random_tokens
+from tests.numeric import Target, assert_output, assert_within, random_state, random_tokens, tolerance_of
 
 HEADS, DIM, LENGTH, EVERY = (1, 1, 2), 32, 64, 128
 BATCHES = {
@@ -28,17 +28,24 @@ BATCHES = {
 }
 
 
+def dim_of(target: Target) -> int:
+    """Small, as many processes share few cores, but for a set that takes one head dim only."""
+    return target.dim if target.backend == "hopper" else DIM
+
+
 @lru_cache(maxsize=8)
-def batch(name: str, gates: str, dtype: torch.dtype) -> tuple[list[int], dict[str, torch.Tensor], torch.Tensor]:
+def batch(
+    name: str, gates: str, dtype: torch.dtype, dim: int = DIM
+) -> tuple[list[int], dict[str, torch.Tensor], torch.Tensor]:
     seq_lens = BATCHES[name]
-    tokens = random_tokens(sum(seq_lens), HEADS, DIM, gates=gates, dtype=dtype, beta_max=2.0)
-    return seq_lens, tokens, random_state(len(seq_lens), max(HEADS), DIM)
+    tokens = random_tokens(sum(seq_lens), HEADS, dim, gates=gates, dtype=dtype, beta_max=2.0)
+    return seq_lens, tokens, random_state(len(seq_lens), max(HEADS), dim)
 
 
-def plan_for(seq_lens, world_size: int, **choices: Any) -> gdncp.PrefillPlan:
+def plan_for(seq_lens, world_size: int, dim: int = DIM, **choices: Any) -> gdncp.PrefillPlan:
     q, k, v = HEADS
     return gdncp.plan_prefill(
-        seq_lens, world_size=world_size, num_q_heads=q, num_k_heads=k, num_v_heads=v, head_dim=DIM,
+        seq_lens, world_size=world_size, num_q_heads=q, num_k_heads=k, num_v_heads=v, head_dim=dim,
         **{"cp_chunk_len": LENGTH, "checkpoint_every_n_tokens": EVERY, **choices},
     )  # fmt: skip
 
@@ -46,12 +53,12 @@ def plan_for(seq_lens, world_size: int, **choices: Any) -> gdncp.PrefillPlan:
 def run_share(rank: int, plan, name, gates, dtype, target, arguments) -> dict[str, torch.Tensor]:
     """One rank's call on its own tokens; results on the CPU, with the global rows they are."""
     device, backend = target
-    _, tokens, initial = batch(name, gates, dtype)
+    _, tokens, initial = batch(name, gates, dtype, plan.head_dim)
     ranges = plan.token_ranges(rank)
     own = {n: torch.cat([x[a:b] for a, b in ranges] or [x[:0]]).to(device) for n, x in tokens.items()}
     result = gdncp.prefill(plan, **own, initial_state=initial.to(device), backend=backend, **arguments)
     rows = list(plan.checkpoint_rows(rank))
-    checkpoints = result.checkpoints if rows else torch.empty(0, max(HEADS), DIM, DIM)
+    checkpoints = result.checkpoints if rows else torch.empty(0, max(HEADS), plan.head_dim, plan.head_dim)
     return {
         "output": result.output.cpu(),
         "final_state": result.final_state.cpu(),
@@ -72,19 +79,24 @@ def gather(plan, shares) -> dict[str, torch.Tensor]:
     return {"output": output, "final_state": final, "checkpoints": checkpoints}
 
 
-@lru_cache(maxsize=16)
-def alone(name: str, gates: str, dtype: torch.dtype, target) -> dict[str, torch.Tensor]:
-    """World size 1, one lane; held against the oracle."""
-    seq_lens, tokens, initial = batch(name, gates, dtype)
-    plan = plan_for(seq_lens, 1)
-    result = gather(plan, [run_share(0, plan, name, gates, dtype, target, {"forget_below": 0.0})])
+def assert_right(plan, name, gates, target, result) -> None:
+    """Held against the oracle."""
+    seq_lens, tokens, initial = batch(name, gates, target.dtype, plan.head_dim)
     expected = gdncp.gated_delta_rule_reference(
         **tokens, seq_lens=seq_lens, initial_state=initial, checkpoint_every_n_tokens=EVERY
     )
-    tol = TOLERANCE[dtype] if dtype == torch.float32 else 1e-2  # beta to 2
+    tol = tolerance_of(target.dtype, tokens["beta"])
     assert_output(result["output"], expected.output, seq_lens, tol)
     assert_within(result["final_state"], expected.final_state, tol, what="final state")
     assert_within(result["checkpoints"], expected.checkpoints, tol, what="checkpoints")
+
+
+@lru_cache(maxsize=16)
+def alone(name: str, gates: str, target: Target) -> dict[str, torch.Tensor]:
+    """World size 1, one lane; right."""
+    plan = plan_for(BATCHES[name], 1, dim_of(target))
+    result = gather(plan, [run_share(0, plan, name, gates, target.dtype, target, {"forget_below": 0.0})])
+    assert_right(plan, name, gates, target, result)
     return result
 
 
@@ -125,17 +137,16 @@ CONFIGURATIONS = [  # world size, ownership, fixup, lanes, gates, batch, final_s
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: "-".join(map(str, c)))
-@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[2]])
+@pytest.mark.parametrize("target", SAME_BITS_TARGETS)
 def test_same_bits_as_one_rank(configuration, target):
     world_size, ownership, fixup, lanes, gates, name, final_state = configuration
-    dtype = torch.float32
-    seq_lens, _, _ = batch(name, gates, dtype)
+    dtype, seq_lens = target.dtype, BATCHES[name]
     ranges = uneven(seq_lens, world_size) if ownership == "uneven" else ownership
-    plan = plan_for(seq_lens, world_size, ownership=ranges, fixup=fixup, lanes_per_rank=lanes)
+    plan = plan_for(seq_lens, world_size, dim_of(target), ownership=ranges, fixup=fixup, lanes_per_rank=lanes)
     assert plan.reproducible
     arguments = {"forget_below": 0.0, "final_state": final_state, "check": True}
     shares = run_ranks(run_share, world_size, plan, name, gates, dtype, target, arguments)
-    reference = alone(name, gates, dtype, target)
+    reference = alone(name, gates, target)
     same(gather(plan, shares), reference)
     if final_state == "all":
         for share in shares:
@@ -147,72 +158,53 @@ def test_same_bits_as_one_rank(configuration, target):
 
 
 @pytest.mark.parametrize("first", [LENGTH, 3 * LENGTH])
-@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[2]])
+@pytest.mark.parametrize("target", SAME_BITS_TARGETS)
 def test_first_cp_chunks_of_another_length_keep_the_bits(first, target):
     """... and are right: shorter and longer ones, over lanes and ranks."""
-    name, gates, dtype = "varlen", "never", torch.float32
-    seq_lens, tokens, initial = batch(name, gates, dtype)
+    name, gates, seq_lens, dim = "varlen", "never", BATCHES["varlen"], dim_of(target)
     grid = {"cp_chunk_len": 2 * LENGTH, "first_cp_chunk_len": first}
-    one, lanes = plan_for(seq_lens, 1, **grid), plan_for(seq_lens, 1, lanes_per_rank=3, **grid)
-    three = plan_for(seq_lens, 3, fixup="chain", **grid)
+    one, lanes = plan_for(seq_lens, 1, dim, **grid), plan_for(seq_lens, 1, dim, lanes_per_rank=3, **grid)
+    three = plan_for(seq_lens, 3, dim, fixup="chain", **grid)
     assert three.reproducible and three.crosses_ranks
-    arguments = (name, gates, dtype, target, {"forget_below": 0.0})
+    arguments = (name, gates, target.dtype, target, {"forget_below": 0.0})
     single = gather(one, [run_share(0, one, *arguments)])
     same(gather(lanes, [run_share(0, lanes, *arguments)]), single)
     same(gather(three, run_ranks(run_share, 3, three, *arguments)), single)
-    expected = gdncp.gated_delta_rule_reference(
-        **tokens, seq_lens=seq_lens, initial_state=initial, checkpoint_every_n_tokens=EVERY
-    )
-    assert_output(single["output"], expected.output, seq_lens, TOLERANCE[dtype])
-    assert_within(single["final_state"], expected.final_state, TOLERANCE[dtype])
-    assert_within(single["checkpoints"], expected.checkpoints, TOLERANCE[dtype])
+    assert_right(one, name, gates, target, single)
 
 
-@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[2]])
+@pytest.mark.parametrize("target", SAME_BITS_TARGETS)
 def test_forgetting_and_narrow_inputs_keep_the_bits(target):
     """What is dropped is decided per CP chunk and head, so it does not depend on ranks either."""
     name, gates, dtype = "varlen", "strong", torch.bfloat16
-    seq_lens, _, _ = batch(name, gates, dtype)
-    one, four = plan_for(seq_lens, 1), plan_for(seq_lens, 4, ownership="zigzag", fixup="chain")
+    seq_lens, dim = BATCHES[name], dim_of(target)
+    one, four = plan_for(seq_lens, 1, dim), plan_for(seq_lens, 4, dim, ownership="zigzag", fixup="chain")
     single = gather(one, [run_share(0, one, name, gates, dtype, target, {})])
     shares = run_ranks(run_share, 4, four, name, gates, dtype, target, {})
     same(gather(four, shares), single)
 
 
-def _tree_share(rank: int, plan, target) -> dict[str, torch.Tensor]:
-    return run_share(rank, plan, "one long", "never", torch.float32, target, {"forget_below": 0.0})
+def _share(rank: int, plan, name, target) -> dict[str, torch.Tensor]:
+    return run_share(rank, plan, name, "never", target.dtype, target, {"forget_below": 0.0})
 
 
-@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[2]])
+@pytest.mark.parametrize("target", SAME_BITS_TARGETS)
 def test_the_tree_is_right_but_outside_the_promise(target):
-    plan = plan_for(BATCHES["one long"], 4, fixup="tree")
+    name = "one long"
+    plan = plan_for(BATCHES[name], 4, dim_of(target), fixup="tree")
     assert not plan.reproducible
-    result = gather(plan, run_ranks(_tree_share, 4, plan, target))
-    seq_lens, tokens, initial = batch("one long", "never", torch.float32)
-    expected = gdncp.gated_delta_rule_reference(**tokens, seq_lens=seq_lens, initial_state=initial)
-    assert_output(result["output"], expected.output, seq_lens, 2e-5)
-    assert_within(result["final_state"], expected.final_state, 2e-5)
+    assert_right(plan, name, "never", target, gather(plan, run_ranks(_share, 4, plan, name, target)))
 
 
-def _off_grid_share(rank: int, plan, target) -> dict[str, torch.Tensor]:
-    return run_share(rank, plan, "varlen", "never", torch.float32, target, {"forget_below": 0.0})
-
-
-@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[2]])
+@pytest.mark.parametrize("target", SAME_BITS_TARGETS)
 def test_cuts_off_the_grid_put_checkpoints_inside_tiles(target):
-    seq_lens, tokens, initial = batch("varlen", "never", torch.float32)
-    total = sum(seq_lens)
-    cuts = [0, 101, 390, 391, 777, total]
+    name = "varlen"
+    cuts = [0, 101, 390, 391, 777, sum(BATCHES[name])]
     ranges = [[(a, b)] for a, b in pairwise(cuts)]
-    plan = plan_for(seq_lens, 3, ownership=[ranges[0] + ranges[3], ranges[1] + ranges[4], ranges[2]], fixup="chain")
+    ownership = [ranges[0] + ranges[3], ranges[1] + ranges[4], ranges[2]]
+    plan = plan_for(BATCHES[name], 3, dim_of(target), ownership=ownership, fixup="chain")
     assert not plan.reproducible
-    result = gather(plan, run_ranks(_off_grid_share, 3, plan, target))
-    expected = gdncp.gated_delta_rule_reference(
-        **tokens, seq_lens=seq_lens, initial_state=initial, checkpoint_every_n_tokens=EVERY
-    )
-    assert_output(result["output"], expected.output, seq_lens, 2e-5)
-    assert_within(result["final_state"], expected.final_state, 2e-5)
-    assert_within(result["checkpoints"], expected.checkpoints, 2e-5)
+    assert_right(plan, name, "never", target, gather(plan, run_ranks(_share, 3, plan, name, target)))
 
 
 # ---- a rank's bad input, groups, and what is sent
@@ -391,7 +383,7 @@ SLOTS = torch.tensor([8, 2, 5, 0, 3, 6])
 def test_pools_on_several_ranks_are_written_in_place_where_sequences_end_or_everywhere(final_state):
     seq_lens, *_ = batch("varlen", "never", torch.float32)
     plan = plan_for(seq_lens, 3, ownership="zigzag", fixup="chain")
-    expected = alone("varlen", "never", torch.float32, ("cpu", "torch"))["final_state"]
+    expected = alone("varlen", "never", Target("cpu", "torch"))["final_state"]
     for rank, pool in enumerate(run_ranks(_pool_share, 3, plan, final_state)):
         for sequence, slot in enumerate(SLOTS.tolist()):
             if final_state == "all" or plan.final_state_owner(sequence) == rank:
@@ -430,11 +422,13 @@ def test_fewer_tokens_than_ranks(seq_lens):
 
 
 @pytest.mark.gpu
-def test_one_nccl_rank():
-    plan, target = plan_for(BATCHES["varlen"], 1), ("cuda", "triton")
+@pytest.mark.parametrize("target", [target for target in SAME_BITS_TARGETS if target.id != "cpu-torch"])
+def test_one_nccl_rank(target):
+    name, gates = "varlen", "never"
+    plan = plan_for(BATCHES[name], 1, dim_of(target))
     arguments = {"forget_below": 0.0, "check": True, "final_state": "all"}
-    result = run_ranks(run_share, 1, plan, "varlen", "never", torch.float32, target, arguments, backend="nccl")
-    same(gather(plan, result), alone("varlen", "never", torch.float32, target))
+    result = run_ranks(run_share, 1, plan, name, gates, target.dtype, target, arguments, backend="nccl")
+    same(gather(plan, result), alone(name, gates, target))
 
 
 def _kept_result(rank: int, plan) -> bool:

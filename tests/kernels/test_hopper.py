@@ -8,23 +8,29 @@ import torch
 import gdncp
 from gdncp.backends import get_backend, select_backend
 from gdncp.backends.base import TokenInputs
-from gdncp.backends.hopper_backend import HopperBackend
+from gdncp.backends.hopper_backend import MIN_TRITON, HopperBackend
 from gdncp.backends.torch_backend import TorchBackend
+from gdncp.backends.triton_version import triton_rejection_reason
 from tests.backends import driver
+from tests.conftest import HAS_CUDA, hopper_only
 from tests.numeric import TOLERANCE, TOLERANCE_BETA_ABOVE_1, assert_output, assert_within
 
-IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-hopper_only = pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.0")
+# bf16: the contract, of which 8 bits take the most part: 4e-3 with gates that never forget, 6.5e-3 with beta from 1 to
+# 2.  That is operand rounding, so fp16's 11 bits leave an eighth; twice as much with alike keys, or where P of nearly
+# orthogonal q and k gets as small as fp16's subnormals, which one token alone shows.
+ALLOWED = {torch.bfloat16: TOLERANCE[torch.bfloat16], torch.float16: 2e-3}
+ALLOWED_BETA_ABOVE_1 = {torch.bfloat16: TOLERANCE_BETA_ABOVE_1[torch.bfloat16], torch.float16: 2e-3}
+both_dtypes = pytest.mark.parametrize("dtype", list(ALLOWED), ids=str)
 
 SEQ_LENS = [777, 64, 0, 330, 1500, 1]  # tails, one chunk, nothing, one token; 1500 tokens are six CP chunks of 256
 HEADS = {"equal": (2, 2, 2), "gva": (1, 1, 3), "gqa": (4, 2, 2)}
 
 
-def make_inputs(num_tokens: int, heads=(1, 1, 2), l2norm=False, **arguments) -> TokenInputs:
-    inputs = driver.make_inputs(num_tokens, heads, 128, 128, dtype=torch.bfloat16, **arguments)
+def make_inputs(num_tokens: int, heads=(1, 1, 2), l2norm=False, dtype=torch.bfloat16, **arguments) -> TokenInputs:
+    inputs = driver.make_inputs(num_tokens, heads, 128, 128, dtype=dtype, **arguments)
     if l2norm:  # rows of any length
         lengths = torch.logspace(-1, 1, num_tokens)[:, None, None]
-        q, k = (inputs.q.float() * lengths).bfloat16(), (inputs.k.float() * lengths.flip(0)).bfloat16()
+        q, k = (inputs.q.float() * lengths).to(dtype), (inputs.k.float() * lengths.flip(0)).to(dtype)
         inputs = replace(inputs, q=q, k=k, use_qk_l2norm=True)
     return inputs
 
@@ -43,60 +49,65 @@ def assert_matches_oracle(result, inputs, seq_lens, initial, tolerance, **argume
 
 
 @hopper_only
+@both_dtypes
 @pytest.mark.parametrize("gates", driver.GATES)
 @pytest.mark.parametrize("l2norm", [False, True], ids=["raw", "l2norm"])
-def test_gates(gates, l2norm):
-    inputs = make_inputs(sum(SEQ_LENS), gates=gates, l2norm=l2norm)
+def test_gates(gates, l2norm, dtype):
+    inputs = make_inputs(sum(SEQ_LENS), gates=gates, l2norm=l2norm, dtype=dtype)
     initial = driver.make_state(len(SEQ_LENS), inputs)
     result = driver.run(on_gpu(inputs), SEQ_LENS, 256, initial.cuda(), backend=HopperBackend())
-    assert_matches_oracle(result, inputs, SEQ_LENS, initial, TOLERANCE[torch.bfloat16])
+    assert_matches_oracle(result, inputs, SEQ_LENS, initial, ALLOWED[dtype])
 
 
 @hopper_only
+@both_dtypes
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_heads_linear_gates_and_no_state(heads):
-    inputs = make_inputs(sum(SEQ_LENS), heads, gates="resets", gate_space="linear", l2norm=True)
+def test_heads_linear_gates_and_no_state(heads, dtype):
+    inputs = make_inputs(sum(SEQ_LENS), heads, gates="resets", gate_space="linear", l2norm=True, dtype=dtype)
     result = driver.run(on_gpu(inputs), SEQ_LENS, 128, backend=HopperBackend())
-    assert_matches_oracle(result, inputs, SEQ_LENS, None, TOLERANCE[torch.bfloat16])
+    assert_matches_oracle(result, inputs, SEQ_LENS, None, ALLOWED[dtype])
 
 
 @hopper_only
+@both_dtypes
 @pytest.mark.parametrize("beta", [(0.0, 2.0), (1.0, 2.0), None], ids=str)
-def test_beta_above_one_and_none(beta):
-    inputs = make_inputs(2000, beta=beta, gates="weak")
+def test_beta_above_one_and_none(beta, dtype):
+    inputs = make_inputs(2000, beta=beta, gates="weak", dtype=dtype)
     initial = driver.make_state(1, inputs)
     result = driver.run(on_gpu(inputs), [2000], 192, initial.cuda(), backend=HopperBackend())
-    tolerance = (TOLERANCE if beta is None else TOLERANCE_BETA_ABOVE_1)[torch.bfloat16]
+    tolerance = (ALLOWED if beta is None else ALLOWED_BETA_ABOVE_1)[dtype]
     assert_matches_oracle(result, inputs, [2000], initial, tolerance)
 
 
 @hopper_only
-def test_many_cp_chunks_that_never_forget():
-    inputs = make_inputs(8192, (1, 1, 1))
+@both_dtypes
+def test_many_cp_chunks_that_never_forget(dtype):
+    inputs = make_inputs(8192, (1, 1, 1), dtype=dtype)
     split = driver.run(on_gpu(inputs), [8192], 128, backend=HopperBackend())
-    assert_matches_oracle(split, inputs, [8192], None, TOLERANCE[torch.bfloat16])
+    assert_matches_oracle(split, inputs, [8192], None, ALLOWED[dtype])
 
 
 @hopper_only
-def test_scale_and_alike_keys():
-    inputs = make_inputs(700, beta=(0.5, 1.0), gates="weak")
-    k = torch.nn.functional.normalize(0.5 * inputs.k.float() + inputs.k[:1].float(), dim=-1).bfloat16()
+@both_dtypes
+def test_scale_and_alike_keys(dtype):
+    inputs = make_inputs(700, beta=(0.5, 1.0), gates="weak", dtype=dtype)
+    k = torch.nn.functional.normalize(0.5 * inputs.k.float() + inputs.k[:1].float(), dim=-1).to(dtype)
     inputs = replace(inputs, k=k, scale=-1.7)
     result = driver.run(on_gpu(inputs), [700], 256, backend=HopperBackend())
-    assert_matches_oracle(result, inputs, [700], None, TOLERANCE[torch.bfloat16])
+    assert_matches_oracle(result, inputs, [700], None, ALLOWED[dtype])
 
 
 @hopper_only
+@both_dtypes
 @pytest.mark.parametrize("l2norm", [False, True], ids=["raw", "l2norm"])
-def test_checkpoints_anywhere(l2norm):
+def test_checkpoints_anywhere(l2norm, dtype):
     lens = [300, 0, 64, 129]
     positions = [[1, 5, 64, 100, 128, 299, 300], [], [64], [63, 65, 129]]
-    inputs = make_inputs(sum(lens), gates="resets", l2norm=l2norm)
+    inputs = make_inputs(sum(lens), gates="resets", l2norm=l2norm, dtype=dtype)
     initial = driver.make_state(len(lens), inputs)
     gpu = on_gpu(inputs)
     result = driver.run(gpu, lens, 192, initial.cuda(), positions=positions, backend=HopperBackend())
-    tolerance = TOLERANCE[torch.bfloat16]
-    assert_matches_oracle(result, inputs, lens, initial, tolerance, checkpoint_positions=positions)
+    assert_matches_oracle(result, inputs, lens, initial, ALLOWED[dtype], checkpoint_positions=positions)
     without = driver.run(gpu, lens, 192, initial.cuda(), backend=HopperBackend())
     assert torch.equal(result.output, without.output) and torch.equal(result.final_state, without.final_state)
 
@@ -197,11 +208,12 @@ def test_views_that_are_not_aligned_and_only_empty_sequences():
 
 
 @hopper_only
+@both_dtypes
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_public_calls_where_stage_2_opens_sequences(lanes):
+def test_public_calls_where_stage_2_opens_sequences(lanes, dtype):
     """A sequence's first CP chunk gets outputs and checkpoints in stage 2's launch, and runs of maps fold in one."""
     every, starts = 64, [0, *torch.tensor([n // 64 for n in SEQ_LENS]).cumsum(0).tolist()]
-    inputs = make_inputs(sum(SEQ_LENS), (1, 1, 2), gates="mixed")
+    inputs = make_inputs(sum(SEQ_LENS), (1, 1, 2), gates="mixed", dtype=dtype)
     initial = driver.make_state(len(SEQ_LENS), inputs)
     gpu = on_gpu(inputs)
     heads = {"num_q_heads": 1, "num_k_heads": 1, "num_v_heads": 2, "head_dim": 128}
@@ -210,7 +222,7 @@ def test_public_calls_where_stage_2_opens_sequences(lanes):
     )
     tokens = (gpu.q, gpu.k, gpu.v, gpu.gate, gpu.beta)
     result = gdncp.prefill(plan, *tokens, initial_state=initial.cuda(), backend="hopper", gate_space="log")
-    assert_matches_oracle(result, inputs, SEQ_LENS, initial, TOLERANCE[torch.bfloat16], checkpoint_every_n_tokens=every)
+    assert_matches_oracle(result, inputs, SEQ_LENS, initial, ALLOWED[dtype], checkpoint_every_n_tokens=every)
 
     checkpoints = torch.full_like(result.checkpoints, 7.0)
     output, final = gdncp.chunk_gated_delta_rule(
@@ -244,8 +256,8 @@ def test_refusals():
     with pytest.raises(ValueError, match="hopper"):
         select_backend("hopper", **{**arguments, "device": torch.device("cpu")})
     assert get_backend("hopper").name == "hopper"
-    if IS_HOPPER:
-        assert backend.rejection_reason(**arguments) is None
+    if HAS_CUDA and torch.cuda.get_device_capability() == (9, 0):  # the tests above run here, or for this reason not
+        assert backend.rejection_reason(**arguments) == triton_rejection_reason(MIN_TRITON, "triton.experimental.gluon")
 
 
 @hopper_only

@@ -5,11 +5,10 @@ import torch
 
 from gdncp.backends.base import AffineMaps, FoldRuns
 from gdncp_kernels.hopper.state_fixup import StateFold
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, hopper_only
 
 HEADS, DIM = 2, 128
-IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.0")
+pytestmark = hopper_only
 
 
 def random_maps(num_maps: int) -> AffineMaps:
