@@ -64,7 +64,7 @@ PROFILES = {
             node_peer_s=1e-4,
             node_bytes_per_s=1e9,
         ),
-        # The hopper backend on an H200, bf16 tokens, CUDA graphs, alpha = 1: bench/results/h200-flashinfer.json.
+        # The hopper backend on an H200, bf16 tokens, CUDA graphs, alpha = 1: bench/results/h200.json.
         CostProfile(
             name="h200",
             workers=132,  # its recurrence kernel fills an SM's shared memory
@@ -78,13 +78,13 @@ PROFILES = {
             tile_m_s=1.15e-6,
             tile_prefill_s=2.05e-6,  # the same, and 2048 x 16
             forget_bits=16,
-            # a step: 7 µs at 32 heads (32768 x 1), 3.7 at 8, 3.1 at 4 (262144 x 1)
-            fold_launch_s=2.4e-6,
-            fold_head_s=1.5e-7,
+            # a step: 2.8 µs at 32 heads (32768 x 1), 1.9 at 8, 1.8 at 4 (262144 x 1)
+            fold_launch_s=1.6e-6,
+            fold_head_s=3.75e-8,
             # NVLink within 8 GPUs, 400 Gb/s a GPU between nodes: so that one map a rank at 32 heads costs what the
             # design's table of fixups says, within 25 %
             collective_s=12e-6,
-            message_s=5e-6,
+            message_s=9e-6,
             bytes_per_s=400e9,
             ranks_per_node=8,
             node_message_s=10e-6,
