@@ -102,7 +102,10 @@ def main() -> None:
         kept[case] = found if args.out else None
         same = ""
         if case in before:
-            errors = [((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(found, before[case])]
+            errors = [
+                ((x.float() - y.float()).norm() / y.float().norm()).item()
+                for x, y in zip(found, before[case], strict=True)
+            ]
             same = "  same bits" if max(errors) == 0 else f"  differs by {max(errors):.1e}"
         times = "  ".join(f"{name} {us:.1f}" for name, us in kernel_times(call))
         print(f"{case:28} {replay_ms(call):.4f} ms  {times}{same}", flush=True)
