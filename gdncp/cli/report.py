@@ -49,7 +49,8 @@ class Screen:
             self.console.print(stage_table(report))
             self.console.print(
                 f"{report['plan']['num_tokens']} tokens in {seconds(report['seconds'])} on the slowest rank: "
-                f"{report['tokens_per_second']:,.0f} tokens/s; fixup: {report['sent']['strategy'][0]}"
+                f"{report['tokens_per_second']:,.0f} tokens/s; fixup: {report['sent']['strategy'][0]}; "
+                f"kernels: {report['backend']}"
             )
             self.console.print(_forgotten(report["forgetting"]))
         if "error" in report and isinstance(report["error"], dict):

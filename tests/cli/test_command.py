@@ -47,6 +47,7 @@ def test_one_rank_end_to_end(monkeypatch, tmp_path, capsys):
     assert report["backend"] == "torch"
     assert load_file(run_dir / "state_checkpoints.safetensors")["state_checkpoints"].shape == (4, 4, 32, 32)
     shown = capsys.readouterr().out
+    assert "kernels: torch" in shown.replace("\n", " ")
     assert "within tolerance" in shown and str(run_dir) in shown.replace("\n", "")
     assert run_here(monkeypatch, *arguments) == 1, "results of two runs must not mix"
     assert "already holds a run" in capsys.readouterr().out
