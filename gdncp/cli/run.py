@@ -80,6 +80,10 @@ def _run(config: Config, run_dir: Path, ranks: Ranks, screen: Screen | None, rep
     report["forgetting"] = bound.summary()
     assert result.entry is not None  # asked for
     report["backend"] = result.entry.summary.call.backend.name
+    if report["backend"] == "triton":
+        from gdncp_kernels import launch_table  # needs triton
+
+        report["launch_table"] = launch_table.describe(launch_table.current_arch())
 
     say("writing results")
     ranks.agree(lambda: _write_output(run_dir, plan, ranks.rank, result))

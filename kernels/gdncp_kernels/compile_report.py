@@ -1,119 +1,261 @@
-"""What every kernel takes on a GPU that need not be there:  python -m gdncp_kernels.compile_report 90
+"""What every kernel takes on GPUs that need not be there: registers, spills, shared memory, tensor-core instructions.
 
-TRITON_INTERPRET must not be set: interpreted kernels have nothing to compile.
+    python -m gdncp_kernels.compile_report                                    # every variant for every architecture
+    python -m gdncp_kernels.compile_report --arch sm_90 --jobs 8 --json
+    python -m gdncp_kernels.compile_report --arch sm_80 sm_120 --dims 128x128 256x128 --inputs bf16 fp32
+
+The plain Triton kernels as the launch tables say, for sm_90 the Hopper kernels too.  Exit codes: 0 all is well, 1 a
+variant does not compile, spills more than 64 bytes a thread, asks for more shared memory than a block can have, or
+makes wgmma wait (ptxas warnings C75xx); 2 the command line is wrong.
 """
 
 from __future__ import annotations
 
-import re
-import subprocess
+import argparse
+import json
+import multiprocessing
+import os
 import sys
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
 
-from gdncp_kernels import cp_prefill, forgetting, precompute_mn, precompute_t, state_fixup
-from gdncp_kernels.common import launch_options, scan_config
+from gdncp.backends import get_backend
+from gdncp.backends.base import Precision, TokenInputs
+from gdncp_kernels import launch_table
+from gdncp_kernels.offline import NotCompiled, Resources, compiling_only, measure
+from gdncp_kernels.stage_calls import plan_of, stage_calls
 
-_TOKEN_TENSORS = ("q", "k", "v", "output")
-_POINTERS = {
-    "*fp64": ("log_decay", "log_growth", "reach"),
-    "*i64": (
-        *("token_start", "num_tokens", "item_row", "final_row", "chunk_item", "chunk_ordinal", "first_chunk"),
-        *("map_item", "map_row", "checkpoint_start", "checkpoint_stop", "checkpoint_tokens", "checkpoint_row"),
-    ),
-    "*u8": ("map_is_first", "forgot"),
-    "*i32": ("scanned", "start_chunk"),
+SPILL_BYTES = 64  # a thread, allowed
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}  # that a block can ask for
+ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
+DIMS = ("64x64", "128x128", "256x256", "128x64", "64x128", "256x128", "128x256", "32x32", "16x16")  # K x V
+INPUTS: dict[str, tuple[torch.dtype, Precision]] = {
+    "bf16": (torch.bfloat16, "fast"),
+    "bf16-high": (torch.bfloat16, "high"),
+    "fp16": (torch.float16, "fast"),
+    "fp16-high": (torch.float16, "high"),
+    "fp32": (torch.float32, "high"),
 }
-_FLOATS = ("scale", "forget_below")
-_INTS = ("H", "HQ", "HK", "HV", "NUM_BLOCKS", "dump_row", "final_dump")
-_STRIDES = tuple(f"{x}_{d}" for x in ("state", "transition", "local") for d in ("batch", "row"))
+KERNELS = ("triton", "hopper")
+HOPPER_INPUTS = ("bf16",)
+PLAIN_CALLS = (("linear", True, True), ("log", False, False), (None, False, False))
+HOPPER_CALLS = (*product(("linear", "log"), (False, True), (False, True)), (None, False, False))
 
 
-class Compiled(NamedTuple):
-    """What one kernel takes on one GPU."""
+@dataclass(frozen=True)
+class Variants:
+    """All calls of one kernel set on tokens of one kind, for one architecture."""
 
+    arch: int
+    kernels: str  # the backend's name
+    inputs: str
+    k_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One variant of a kernel, and what is wrong with it."""
+
+    arch: str
+    kernels: str  # the backend's name
     kernel: str
-    registers: int  # a thread
-    spill_bytes: int  # stack a thread
-    shared_bytes: int  # a program
+    dims: str  # K x V
+    inputs: str
+    call: str  # that launches it
+    resources: Resources | None
+    problems: tuple[str, ...] = ()
+    key: str = field(default="", compare=False)  # of the compiled code
+
+    @classmethod
+    def of(cls, variants: Variants, kernel: str, call: str, result: Any) -> Compiled:
+        """`result` is the binary, or what went wrong."""
+        v = variants
+        found = None if isinstance(result, Exception) else measure(v.arch, result)
+        problems = problems_of(v.arch, found) if found else (f"does not compile: {_on_one_line(result)}",)
+        key = result.hash if found else f"{kernel} {v} {call}"
+        dims = f"{v.k_dim}x{v.v_dim}"
+        return cls(f"sm_{v.arch}", v.kernels, kernel, dims, v.inputs, call, found, problems, key)
+
+    def __str__(self) -> str:
+        name = f"{self.arch:6} {self.kernels:6} {self.kernel:19} {self.dims:7} {self.inputs:9}"
+        r = self.resources
+        figures = ""
+        if r is not None:
+            mma = " ".join(f"{count} {what}" for what, count in sorted(r.mma.items())) or "no mma"
+            figures = f" {r.registers:4} registers {r.spill_bytes:5} B spilled {r.shared_bytes:7} B shared  {mma:16}"
+        fails = f"  FAILS: {'; '.join(self.problems)}" if self.problems else ""
+        return f"{name}{figures}  {self.call}{fails}"
 
 
-def compile_all(
-    arch: int, k_dim: int, v_dim: int, dtype: str, precision: str = "tf32", *, bare: bool = False
-) -> Iterator[Compiled]:
-    """Compile all kernels for compute capability `arch` (80, 90, ...); dtype is "bf16", "fp16" or "fp32".
+def cannot_run(row: Compiled) -> bool:
+    return row.resources is None or row.resources.shared_bytes > 1024 * SHARED_KIB[launch_table.parse_arch(row.arch)]
 
-    `bare` compiles calls without gates, beta, norm and checkpoints, else calls with all of them.
+
+def _on_one_line(error: Exception, half: int = 300) -> str:
+    """Compilers' messages are pages long: where they begin and how they end."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
+
+
+def problems_of(arch: int, r: Resources) -> tuple[str, ...]:
+    found = list(r.warnings)
+    if r.spill_bytes > SPILL_BYTES:
+        found.append(f"{r.spill_bytes} bytes spilled, {SPILL_BYTES} allowed")
+    allowed = 1024 * SHARED_KIB[arch]
+    if r.shared_bytes > allowed:
+        found.append(f"{r.shared_bytes} bytes of shared memory, {allowed} allowed")
+    return tuple(found)
+
+
+def compile_variants(variants: Variants, only: str | None = None) -> list[Compiled]:
+    """Launch every stage for every kind of call; a kernel that fails is one row, and the rest go on.
+
+    `only`: the name of the one kernel to compile.
     """
-    config = scan_config(k_dim, v_dim, precision)
-    scan_dims = {"K": k_dim, "V": v_dim, "BLOCK": config.block, "PRECISION": precision}
-    inputs = {"LOG_SPACE": False, "L2NORM": not bare}
-    absent = {"gate": None, "beta": None} if bare else {}
-    checkpoints = {"checkpoints": None} if bare else {}
-    fold_block = min(k_dim, 32)
-    kernels: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
-        (
-            precompute_t.precompute_t_kernel,
-            {"K": k_dim, "PRECISION": precision, **inputs, **absent},
-            launch_options(precompute_t.stage_1_warps(precision)),
-        ),
-        (forgetting.chunk_bounds_kernel, {"K": k_dim, "V": v_dim, **inputs, **absent}, launch_options(4)),
-        (forgetting.cut_kernel, {"K": k_dim, "V": v_dim}, launch_options(1)),
-        (precompute_mn.scan_kernel, scan_dims, config.options),
-        (state_fixup.fold_kernel, {"K": k_dim, "BLOCK_N": fold_block, "BLOCK_K": fold_block}, launch_options(2)),
-        (cp_prefill.cp_prefill_kernel, {**scan_dims, **checkpoints}, config.options),
-    ]
-    for kernel, constants, options in kernels:
-        yield _compile(kernel, constants, options, arch, dtype)
+    rows: dict[str, Compiled] = {}
+    label = ""
+
+    def note(kernel: str, result: Any) -> None:
+        key = getattr(result, "hash", f"{kernel} {label}")
+        if key not in rows:
+            rows[key] = Compiled.of(variants, kernel, label, result)
+
+    with compiling_only(variants.arch, note, only):
+        for gates, l2norm, checkpoints in HOPPER_CALLS if variants.kernels == "hopper" else PLAIN_CALLS:
+            call = f"{gates or 'no'} gates{', L2 norm' if l2norm else ''}{', checkpoints' if checkpoints else ''}"
+            label = f"precompute_t: {call}"
+            with _failures_noted(note):  # of stage 1, which the others cannot do without
+                for stage, launch in _calls(variants, gates, l2norm, checkpoints).items():
+                    label = f"{stage}: {call}"
+                    with _failures_noted(note):
+                        launch()
+    return list(rows.values())
 
 
-def _compile(kernel: Any, constants: dict[str, Any], options: dict[str, Any], arch: int, dtype: str) -> Compiled:
-    signature = {name: "constexpr" if name in constants else _type_of(name, dtype) for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t.startswith("*")}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    registers, stack = _resources(binary.asm["cubin"])
-    return Compiled(kernel.__name__, registers, stack, binary.metadata.shared)
+@contextmanager
+def _failures_noted(note: Callable[[str, Any], None]) -> Iterator[None]:
+    try:
+        yield
+    except NotCompiled:
+        pass
+    except Exception as error:  # of the host's code
+        note("(launch)", error)
 
 
-def _type_of(name: str, dtype: str) -> str:
-    """Triton's type of a kernel argument, by its name, which means the same in every kernel."""
-    if name in _TOKEN_TENSORS:
-        return f"*{dtype}"
-    if name in _FLOATS:
-        return "fp32"
-    if name in _INTS:
-        return "i32"
-    if name in _STRIDES:
-        return "i64"
-    return next((pointer for pointer, names in _POINTERS.items() if name in names), "*fp32")
+def _calls(variants: Variants, gates: str | None, l2norm: bool, checkpoints: bool) -> dict[str, Any]:
+    """The stages on a sequence of four CP chunks."""
+    num_tokens, k_dim, v_dim = 200, variants.k_dim, variants.v_dim
+    dtype, precision = INPUTS[variants.inputs]
+    q, k, v = (torch.zeros(num_tokens, h, d, dtype=dtype) for h, d in ((1, k_dim), (1, k_dim), (2, v_dim)))
+    gate = torch.zeros(num_tokens, 2) if gates else None
+    inputs = TokenInputs(q, k, v, gate, gate, 1.0, "log" if gates == "log" else "linear", l2norm, precision)
+    plan = plan_of(inputs, cp_chunk_len=64, checkpoint_positions=[[5, 128]] if checkpoints else None)
+    return stage_calls(get_backend(variants.kernels), inputs, plan, 2.0**-16)
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(cuobjdump), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found, text
-    return int(found[1]), int(found[2])
+Work = Callable[[Variants], list[Compiled]]
 
 
-def main() -> None:
-    arch = int(sys.argv[1])
-    for k_dim, v_dim, dtype, precision in ((128, 128, "bf16", "tf32"), (64, 64, "fp16", "tf32")):
-        for c in compile_all(arch, k_dim, v_dim, dtype, precision):
-            name = f"sm_{arch} {k_dim}x{v_dim} {dtype} {precision} {c.kernel}"
-            print(f"{name:55s} {c.registers:4d} registers {c.spill_bytes:5d} B spilled {c.shared_bytes:7d} B shared")
+def report(all_variants: Sequence[Variants], jobs: int, work: Work = compile_variants) -> Iterator[Compiled]:
+    """Rows in the order of the variants, each compiled code once, from `jobs` processes."""
+    seen: set[tuple[str, str]] = set()
+    for rows in _in_processes(all_variants, jobs, work):
+        for row in rows:
+            if (row.arch, row.key) not in seen:
+                seen.add((row.arch, row.key))
+                yield row
+
+
+def _in_processes(all_variants: Sequence[Variants], jobs: int, work: Work) -> Iterator[list[Compiled]]:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        futures = [pool.submit(work, variants) for variants in all_variants]
+        for variants, future in zip(all_variants, futures, strict=True):
+            try:
+                yield future.result()
+            except BrokenProcessPool:  # the compiler ended its process, and with it the pool: find out whose it was
+                yield _alone(variants, work, context)
+
+
+def _alone(variants: Variants, work: Work, context: Any) -> list[Compiled]:
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            return pool.submit(work, variants).result()
+        except BrokenProcessPool as error:
+            return [Compiled.of(variants, "?", "any", RuntimeError(f"the compiler crashed ({error})"))]
+
+
+def chosen(archs: Sequence[str], dims: Sequence[str], inputs: Sequence[str], kernels: Sequence[str]) -> list[Variants]:
+    """Raises ValueError for an architecture, dims or inputs that there are not."""
+    found = []
+    for name in archs:
+        arch = launch_table.parse_arch(name)
+        if arch not in SHARED_KIB:
+            raise ValueError(f"arch must be one of {', '.join(f'sm_{a}' for a in SHARED_KIB)}, got {name!r}")
+        for dim, tokens in product(dims, inputs):
+            k_dim, _, v_dim = dim.partition("x")
+            if "triton" in kernels:
+                found.append(Variants(arch, "triton", tokens, int(k_dim), int(v_dim)))
+            if "hopper" in kernels and (arch, dim) == (90, "128x128") and tokens in HOPPER_INPUTS:
+                found.append(Variants(arch, "hopper", tokens, 128, 128))
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    summary, _, rest = (__doc__ or "").partition("\n")
+    p = argparse.ArgumentParser(
+        "python -m gdncp_kernels.compile_report",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--arch", nargs="+", default=ARCHS, metavar="sm_NN", help=f"default: {' '.join(ARCHS)}")
+    p.add_argument("--dims", nargs="+", choices=DIMS, default=DIMS, metavar="KxV", help=f"default: {' '.join(DIMS)}")
+    p.add_argument(
+        "--inputs", nargs="+", choices=INPUTS, default=list(INPUTS), help="dtype and precision; default: all"
+    )
+    p.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="kernel sets; default: all")
+    p.add_argument("--slow-is-fine", action="store_true", help="spills and waiting wgmma are shown, and exit with 0")
+    p.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; default: one a core")
+    p.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        p.error("TRITON_INTERPRET=1 is set: interpreted kernels have nothing to compile")
+    try:
+        variants = chosen(args.arch, args.dims, args.inputs, args.kernels)
+        tables = {name: launch_table.describe(launch_table.parse_arch(name)) for name in args.arch}
+    except ValueError as error:
+        p.error(str(error))
+    if not args.json:
+        for name, table in tables.items():
+            print(f"{name}: launch table {table}")
+    rows = []
+    for row in report(variants, args.jobs):
+        rows.append(row)
+        if not args.json:
+            print(row, flush=True)
+    bad = [row for row in rows if (cannot_run(row) if args.slow_is_fine else row.problems)]
+    if args.json:
+        print(json.dumps({"launch_tables": tables, "rows": [asdict(row) for row in rows]}, indent=1))
+    else:
+        print(f"{len(rows)} variants, {len(bad)} of them bad")
+    for row in bad:
+        print(row, file=sys.stderr)
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gdncp_kernels.common import CHUNK, dot, load_column, load_rows, operand, scan_config
+from gdncp_kernels.common import CHUNK, add_outer, appended, dot, load_column, load_rows, operand, slice_of
+from gdncp_kernels.launch_table import choose
 
 if TYPE_CHECKING:
     from gdncp.backends.base import Sinks, TokenInputs
@@ -58,6 +59,7 @@ def cp_prefill_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
+    SLICE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program per (item, state head, block of V rows)."""
@@ -71,11 +73,13 @@ def cp_prefill_kernel(
     if (tokens == 0) & (exit_row == final_dump):
         return
     i = tl.arange(0, CHUNK)
-    in_state = (block * BLOCK + tl.arange(0, BLOCK))[None, :] * K + tl.arange(0, K)[:, None]
+    in_state = (block * BLOCK + tl.arange(0, BLOCK))[None, :] * K + tl.arange(0, SLICE)[:, None]  # of the first slice
     entry_row = tl.load(item_row + item)
-    state = tl.load(
-        entry_states + (entry_row * H + head) * V * K + in_state, mask=in_state < V * K * (entry_row >= 0), other=0.0
-    )
+    entry_state = entry_states + (entry_row * H + head) * V * K + in_state
+    state = ()
+    for j in tl.static_range(K // SLICE):
+        entered = tl.load(entry_state + j * SLICE, mask=in_state < V * K * (entry_row >= 0), other=0.0)
+        state = appended(state, entered)
     if checkpoints is not None:
         entry = tl.load(checkpoint_start + item)
         stop = tl.load(checkpoint_stop + item)
@@ -90,15 +94,20 @@ def cp_prefill_kernel(
         rows = tl.minimum(tokens - c * CHUNK, CHUNK)
         live = i < rows
 
-        entering = operand(state, PRECISION)
-        queries = load_rows(q_head, token, rows, HQ * K, K).to(tl.float32)
-        out = load_column(query_in + head, token, rows, H)[:, None] * dot(queries, entering, PRECISION)
+        out = tl.zeros([CHUNK, BLOCK], tl.float32)
+        read = tl.zeros([CHUNK, BLOCK], tl.float32)
+        for n in range(K // SLICE):
+            entering = operand(slice_of(state, n), PRECISION)
+            queries = load_rows(q_head + n * SLICE, token, rows, HQ * K, SLICE).to(tl.float32)
+            out = tl.dot(queries, entering, out, input_precision=PRECISION)
+            keys = load_rows(k_head + n * SLICE, token, rows, HK * K, SLICE).to(tl.float32)
+            read = tl.dot(keys, entering, read, input_precision=PRECISION)
+        out = load_column(query_in + head, token, rows, H)[:, None] * out
 
-        keys = load_rows(k_head, token, rows, HK * K, K).to(tl.float32)
         values = load_rows(v_block, token, rows, HV * V, BLOCK).to(tl.float32)
         x = load_rows(solve + head * CHUNK, token, rows, H * CHUNK, CHUNK)
         scale_in = load_column(key_in + head, token, rows, H)
-        rest = values - scale_in[:, None] * dot(keys, entering, PRECISION)
+        rest = values - scale_in[:, None] * read
         update = dot(x, operand(rest, PRECISION), PRECISION)
 
         qk = load_rows(scores + head * CHUNK, token, rows, H * CHUNK, CHUNK)
@@ -113,19 +122,24 @@ def cp_prefill_kernel(
                 g_p = tl.load(log_decay + (token + p - 1) * H + head)
                 decay = tl.exp(tl.where(i < p, g_p - g, float("-inf"))).to(tl.float32)
                 scale_p = decay * load_column(key_scale + head, token, rows, H)
-                added = dot(tl.trans(keys), operand(scale_p[:, None] * update, PRECISION), PRECISION)
+                reached = operand(scale_p[:, None] * update, PRECISION)
+                total_p = tl.exp(g_p).to(tl.float32)
+                kept = add_outer(state, total_p, k_head, token, rows, HK * K, reached, PRECISION)
                 at = checkpoints + (tl.load(checkpoint_row + entry) * H + head) * V * K + in_state
-                tl.store(at, tl.exp(g_p).to(tl.float32) * state + added)
+                for j in tl.static_range(K // SLICE):
+                    tl.store(at + j * SLICE, kept[j])
                 entry += 1
                 position = tl.load(checkpoint_tokens + entry, mask=entry < stop, other=NO_MORE)
 
         scale_out = load_column(key_out + head, token, rows, H)
         total = tl.load(from_start + (token + rows - 1) * H + head)
-        added = dot(tl.trans(keys), operand(scale_out[:, None] * update, PRECISION), PRECISION)
-        state = total * state + added
+        leaving = operand(scale_out[:, None] * update, PRECISION)
+        state = add_outer(state, total, k_head, token, rows, HK * K, leaving, PRECISION)
 
     if exit_row != final_dump:
-        tl.store(final_states + (exit_row * H + head) * V * K + in_state, state)
+        final = final_states + (exit_row * H + head) * V * K + in_state
+        for j in tl.static_range(K // SLICE):
+            tl.store(final + j * SLICE, state[j])
 
 
 def cp_prefill(
@@ -136,10 +150,10 @@ def cp_prefill(
         return
     num_heads = inputs.num_state_heads
     k_dim, v_dim = inputs.k.shape[2], inputs.v.shape[2]
-    config = scan_config(k_dim, v_dim, precision)
+    choice = choose("cp_prefill", k_dim, v_dim, precision)
     checkpoints = sinks.checkpoints if table.num_checkpoints else None
     checkpoint_start, checkpoint_stop = _checkpoint_ranges(table)
-    cp_prefill_kernel[(table.num_items * num_heads * (v_dim // config.block),)](
+    cp_prefill_kernel[(table.num_items * num_heads * (v_dim // choice.block),)](
         inputs.q,
         inputs.k,
         inputs.v,
@@ -170,9 +184,10 @@ def cp_prefill(
         inputs.v.shape[1],
         K=k_dim,
         V=v_dim,
-        BLOCK=config.block,
+        BLOCK=choice.block,
+        SLICE=choice.slice,
         PRECISION=precision,
-        **config.options,
+        **choice.options,
     )
 
 

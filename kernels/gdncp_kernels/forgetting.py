@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gdncp_kernels.common import CHUNK, L2NORM_EPS, chunk_span, launch_options, load_beta, load_log_gate, load_rows
+from gdncp_kernels.common import CHUNK, L2NORM_EPS, chunk_span, load_beta, load_log_gate, load_rows
+from gdncp_kernels.launch_table import choose
 
 if TYPE_CHECKING:
     from gdncp.backends.base import AffineMaps, TokenInputs
@@ -151,7 +152,13 @@ def cut_kernel(
 
 
 def decide(
-    inputs: TokenInputs, table: WorkTable, entry_states: torch.Tensor, maps: AffineMaps, forget_below: float, dump: int
+    inputs: TokenInputs,
+    table: WorkTable,
+    entry_states: torch.Tensor,
+    maps: AffineMaps,
+    forget_below: float,
+    dump: int,
+    precision: str,
 ) -> torch.Tensor:
     """Fill the bounds of `maps` and return the chunk each scan starts from, [num_maps, H] int32."""
     num_heads, device = inputs.num_state_heads, inputs.k.device
@@ -178,7 +185,7 @@ def decide(
             V=v_dim,
             LOG_SPACE=inputs.gate_space == "log",
             L2NORM=inputs.use_qk_l2norm,
-            **launch_options(4),
+            **choose("chunk_bounds", k_dim, v_dim, precision).options,
         )
     # chunks lie item after item, so an item's first one is where its number first appears
     first_chunk = torch.searchsorted(table.chunk_item, torch.arange(table.num_items, device=device))
@@ -202,6 +209,6 @@ def decide(
         num_heads,
         K=k_dim,
         V=v_dim,
-        **launch_options(1),
+        **choose("cut", k_dim, v_dim, precision).options,
     )
     return start_chunk

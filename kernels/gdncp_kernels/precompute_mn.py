@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from gdncp_kernels.common import CHUNK, dot, load_column, load_rows, operand, scan_config
+from gdncp_kernels.common import CHUNK, add_outer, appended, dot, load_column, load_rows, operand, slices_times_state
 from gdncp_kernels.forgetting import decide
+from gdncp_kernels.launch_table import choose
 
 if TYPE_CHECKING:
     from gdncp.backends.base import AffineMaps, TokenInputs
@@ -52,6 +53,7 @@ def scan_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
+    SLICE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program per (map, state head, block of rows of N or M)."""
@@ -67,22 +69,25 @@ def scan_kernel(
     is_transition = block >= V // BLOCK
     start = tl.load(start_chunk + map_ * H + head)
 
-    key = tl.arange(0, K)[:, None]
+    key = tl.arange(0, SLICE)[:, None]
+    state_row = (tl.where(is_transition, block - V // BLOCK, block) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    in_state = state_row * K + key  # of the first slice
     if is_transition:
-        state_row = ((block - V // BLOCK) * BLOCK + tl.arange(0, BLOCK))[None, :]
-        out = transition + (row * H + head) * K * K + (state_row * K + key)
-        state = tl.where(key == state_row, 1.0, 0.0)
+        out = transition + (row * H + head) * K * K
     else:
-        state_row = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
-        out = local_state + (row * H + head) * V * K + (state_row * K + key)
-        entry_row = tl.load(item_row + item)
-        entry = entry_states + (entry_row * H + head) * V * K + (state_row * K + key)
-        state = tl.zeros([K, BLOCK], tl.float32)
-        if is_first & (start == 0) & (entry_row >= 0):
-            state = tl.load(entry)
+        out = local_state + (row * H + head) * V * K
     if is_transition & (is_first | (tl.load(forgot + row * H + head) != 0)):
-        tl.store(out, tl.zeros([K, BLOCK], tl.float32))
+        for j in tl.static_range(K // SLICE):
+            tl.store(out + j * SLICE + in_state, tl.zeros([SLICE, BLOCK], tl.float32))
         return
+    entry_row = tl.load(item_row + item)
+    from_entry = is_first & (start == 0) & (entry_row >= 0)  # of a transition never: a first one ended above
+    entry = entry_states + (tl.maximum(entry_row, 0) * H + head) * V * K
+    state = ()
+    for j in tl.static_range(K // SLICE):
+        identity = tl.where(is_transition & (key + j * SLICE == state_row), 1.0, 0.0)
+        entered = tl.load(entry + j * SLICE + in_state, mask=in_state < V * K * from_entry, other=0.0)
+        state = appended(state, identity + entered)
 
     tokens = tl.load(num_tokens + item)
     first_token = tl.load(token_start + item)
@@ -91,17 +96,17 @@ def scan_kernel(
     for c in range(start, tl.cdiv(tokens, CHUNK).to(tl.int32)):
         token = first_token + c * CHUNK
         rows = tl.minimum(tokens - c * CHUNK, CHUNK)
-        keys = load_rows(k_head, token, rows, HK * K, K).to(tl.float32)
         values = load_rows(v_block, token, tl.where(is_transition, 0, rows), HV * V, BLOCK).to(tl.float32)
         x = load_rows(solve + head * CHUNK, token, rows, H * CHUNK, CHUNK)
         scale_in = load_column(key_in + head, token, rows, H)
         scale_out = load_column(key_out + head, token, rows, H)
         total = tl.load(from_start + (token + rows - 1) * H + head)
 
-        rest = values - scale_in[:, None] * dot(keys, operand(state, PRECISION), PRECISION)
+        rest = values - scale_in[:, None] * slices_times_state(k_head, token, rows, HK * K, state, PRECISION)
         update = scale_out[:, None] * dot(x, operand(rest, PRECISION), PRECISION)
-        state = total * state + dot(tl.trans(keys), operand(update, PRECISION), PRECISION)
-    tl.store(out, state)
+        state = add_outer(state, total, k_head, token, rows, HK * K, operand(update, PRECISION), PRECISION)
+    for j in tl.static_range(K // SLICE):
+        tl.store(out + j * SLICE + in_state, state[j])
 
 
 def precompute_mn(
@@ -118,11 +123,11 @@ def precompute_mn(
         return
     # a table built on the device pads with maps that go to the last row, which nobody reads
     dump_row = maps.transition.shape[0] - 1 if table.host is None else -1
-    start_chunk = decide(inputs, table, entry_states, maps, forget_below, dump_row)
+    start_chunk = decide(inputs, table, entry_states, maps, forget_below, dump_row, precision)
     num_heads = inputs.num_state_heads
     k_dim, v_dim = inputs.k.shape[2], inputs.v.shape[2]
-    config = scan_config(k_dim, v_dim, precision)
-    scan_kernel[(table.num_maps * num_heads * (v_dim + k_dim) // config.block,)](
+    choice = choose("scan", k_dim, v_dim, precision)
+    scan_kernel[(table.num_maps * num_heads * (v_dim + k_dim) // choice.block,)](
         inputs.k,
         inputs.v,
         tiles.solve,
@@ -146,7 +151,8 @@ def precompute_mn(
         inputs.v.shape[1],
         K=k_dim,
         V=v_dim,
-        BLOCK=config.block,
+        BLOCK=choice.block,
+        SLICE=choice.slice,
         PRECISION=precision,
-        **config.options,
+        **choice.options,
     )

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdncp_kernels.common import launch_options
+from gdncp_kernels.launch_table import choose
 
 FOLD_ROWS = tl.constexpr(16)
 
@@ -62,9 +62,10 @@ class StateFold:
         if not out.numel():
             return out
         s, m, n = (_as_batch(x) for x in (state, transition, local_state))
-        num_blocks, block_n = num_rows // self.block_rows, min(k_dim, 32)
+        num_blocks = num_rows // self.block_rows
         with torch.cuda.device_of(out):
-            fold_kernel[(s.shape[0] * num_blocks * (k_dim // block_n),)](
+            choice = choose("fold", k_dim, k_dim, "ieee")
+            fold_kernel[(s.shape[0] * num_blocks * (k_dim // choice.block),)](
                 s,
                 m,
                 n,
@@ -74,9 +75,9 @@ class StateFold:
                 *n.stride()[:2],
                 num_blocks,
                 K=k_dim,
-                BLOCK_N=block_n,
-                BLOCK_K=min(k_dim, 32),
-                **launch_options(2),
+                BLOCK_N=choice.block,
+                BLOCK_K=choice.block,
+                **choice.options,
             )
         return out
 

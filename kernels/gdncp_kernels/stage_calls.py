@@ -1,0 +1,54 @@
+"""Each stage of one call on one device as a call of its own, to compile it or to time it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from gdncp.backends.base import AffineMaps, Backend, Sinks, TokenInputs, folds_runs, opens
+from gdncp.layout import layout_of_plan
+from gdncp.plan import PrefillPlan, plan_prefill
+
+
+def plan_of(inputs: TokenInputs, **arguments: Any) -> PrefillPlan:
+    """The plan of one sequence that is all the tokens."""
+    heads = {f"num_{name}_heads": getattr(inputs, name).shape[1] for name in "qkv"}
+    return plan_prefill([inputs.q.shape[0]], **heads, head_dim=inputs.q.shape[2], **arguments)
+
+
+def stage_calls(
+    backend: Backend, inputs: TokenInputs, plan: PrefillPlan, forget_below: float
+) -> dict[str, Callable[[], Any]]:
+    """By stage, in order; stage 1 is run once here, for what the others read."""
+    device, num_heads = inputs.k.device, inputs.num_state_heads
+    k_dim, v_dim = inputs.k.shape[2], inputs.v.shape[2]
+    layout = layout_of_plan(plan, 0, device)
+    (table,) = layout.tables
+
+    def states(rows: int) -> torch.Tensor:
+        return torch.zeros(rows, num_heads, v_dim, k_dim, device=device)
+
+    entry_states = states(layout.num_items)
+    maps = AffineMaps.empty(layout.num_maps, num_heads, k_dim, v_dim, device)
+    output = torch.zeros(inputs.q.shape[0], num_heads, v_dim, dtype=inputs.v.dtype, device=device)
+    kept = states(layout.num_checkpoints + 1) if layout.num_checkpoints else None
+    sinks = Sinks(output, states(layout.num_final + 1), kept)
+    tiles = backend.precompute_t(inputs, table)
+    after_1 = (inputs, tiles, table, entry_states)
+    calls: dict[str, Callable[[], Any]] = {
+        "precompute_t": partial(backend.precompute_t, inputs, table),
+        "precompute_mn": partial(backend.precompute_mn, *after_1, maps, forget_below),
+        "dropped": lambda: maps.dropped,  # launches what makes it, where that was put off
+        "cp_prefill": partial(backend.cp_prefill, *after_1, sinks),
+    }
+    if opens(backend):
+        calls["precompute_mn_and_open"] = partial(backend.precompute_mn_and_open, *after_1, maps, forget_below, sinks)
+        calls["cp_prefill_after_opening"] = partial(backend.cp_prefill_after_opening, *after_1, sinks)
+    fold = backend.fold
+    if folds_runs(fold) and layout.runs is not None:
+        calls["fold_runs"] = partial(fold.fold_runs, maps, entry_states, layout.runs)
+    calls["fold"] = lambda: fold(entry_states[0], maps.transition[0], maps.local_state[0])
+    return calls
