@@ -56,8 +56,10 @@ class Block(NamedTuple):
         number = len(self.chunks)
         if self.sequence is not None:
             return [f"{self.sequence}", *([f"x{number}"] if number > 1 else [])]
-        sequences = len({chunk.sequence for chunk in self.chunks})
-        return [f"{sequences} sequences", f"{sequences} seqs", f"{sequences}"]
+        names = sorted({chunk.sequence for chunk in self.chunks})
+        number = len(names)
+        which = [f"{number} sequences, {names[0]}-{names[-1]}"] if names[-1] - names[0] < number else []
+        return [*which, f"{number} sequences", f"{number} seqs", f"{number}"]
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,7 @@ def _legend(plan: PrefillPlan, shown: Sequence[int], max_entries: int) -> tuple[
     if filled:
         low, high = min(filled), max(filled)
         each = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-        parts.append(f"{len(filled):,} more of {each} tokens" if entries else f"{len(filled):,} of {each} tokens")
+        parts.append(f"{len(filled):,} {'more' if entries else 'sequences'} of {each} tokens")
     if len(filled) < len(others):
         parts.append(f"{len(others) - len(filled):,} empty")
     return tuple(entries), f"… {', '.join(parts)}" if parts else ""

@@ -80,7 +80,7 @@ def test_a_cp_chunk_that_is_wide_enough_stands_alone() -> None:
         [2, 3, 4],  # under one column each
         *([5], [5], [6]),
     ]
-    assert row.blocks[3].sequence is None and row.blocks[3].labels()[0] == "3 sequences"
+    assert row.blocks[3].sequence is None and row.blocks[3].labels()[:2] == ["3 sequences, 2-4", "3 sequences"]
 
 
 def test_narrow_cp_chunks_are_joined_within_their_sequence() -> None:
