@@ -11,7 +11,7 @@ from gdncp.backends.base import AffineMaps, Fold
 from gdncp.collectives.schedule import Link
 
 # Runs per call of the fold.  Gathering a batch copies its transitions, 64 KiB a head of 128: this bounds the scratch.
-_MAX_BATCH = 16
+MAX_BATCH = 16
 
 
 class Step(NamedTuple):
@@ -60,15 +60,15 @@ def fold_runs(runs: Sequence[Run], fold: Fold) -> list[torch.Tensor]:
 
 
 def _batches(indices: list[int], states: Sequence[torch.Tensor | None]) -> Iterator[list[int]]:
-    """Runs whose states have one shape, at most `_MAX_BATCH` of them."""
+    """Runs whose states have one shape, at most `MAX_BATCH` of them."""
     alike: dict[int, list[int]] = {}
     for i in indices:
         state = states[i]
         assert state is not None
         alike.setdefault(state.shape[1], []).append(i)
     for same in alike.values():
-        for start in range(0, len(same), _MAX_BATCH):
-            yield same[start : start + _MAX_BATCH]
+        for start in range(0, len(same), MAX_BATCH):
+            yield same[start : start + MAX_BATCH]
 
 
 def _stack(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:

@@ -64,10 +64,18 @@ def crossing_routes(plan: PrefillPlan) -> tuple[Route, ...]:
     return tuple(route for route in all_routes(plan) if len(route) > 1)
 
 
-@lru_cache(_CACHE_SIZE)
 def own_links(plan: PrefillPlan, rank: int) -> tuple[Link, ...]:
     """The rank's links, those of sequences that cross no rank included, in the order of their items."""
-    return tuple(link for route in all_routes(plan) for link in route if link.rank == rank)
+    return _links_of_ranks(plan)[rank]
+
+
+@lru_cache(_CACHE_SIZE)
+def _links_of_ranks(plan: PrefillPlan) -> tuple[tuple[Link, ...], ...]:
+    links: list[list[Link]] = [[] for _ in range(plan.world_size)]
+    for route in all_routes(plan):
+        for link in route:
+            links[link.rank].append(link)
+    return tuple(map(tuple, links))
 
 
 # ---- chain
@@ -91,15 +99,12 @@ def chain_rounds(plan: PrefillPlan, rank: int, num_blocks: int) -> tuple[ChainRo
     """
     folds: dict[int, list[tuple[Link, int]]] = defaultdict(list)
     receives: dict[int, list[tuple[Link, int]]] = defaultdict(list)
-    for route in crossing_routes(plan):
-        for link in route:
-            if link.rank != rank:
-                continue
-            for block in range(num_blocks):
-                if link.next_rank is not None:
-                    folds[link.depth + block].append((link, block))
-                if link.previous_rank is not None:
-                    receives[link.depth - 1 + block].append((link, block))
+    for link in own_links(plan, rank):  # those of a sequence that crosses no rank hand nothing on and get nothing
+        for block in range(num_blocks):
+            if link.next_rank is not None:
+                folds[link.depth + block].append((link, block))
+            if link.previous_rank is not None:
+                receives[link.depth - 1 + block].append((link, block))
     rounds = sorted(folds.keys() | receives.keys())
     return tuple(ChainRound(tuple(folds[t]), tuple(receives[t])) for t in rounds)
 
@@ -172,7 +177,6 @@ class TreeRound(NamedTuple):
     receives: tuple[Transfer, ...]
 
 
-@lru_cache(_CACHE_SIZE)
 def tree_rounds(plan: PrefillPlan, rank: int) -> tuple[TreeRound, ...]:
     """The rank's rounds of a tree; both ends list a round's messages in one order (sequence, depth).
 
@@ -180,21 +184,24 @@ def tree_rounds(plan: PrefillPlan, rank: int) -> tuple[TreeRound, ...]:
     what it holds to link d + stride, which composes: after a stride of s, link d holds the maps of links
     max(0, d − 2s) ... d − 1.
     """
+    return _tree_rounds_of_ranks(plan)[rank]
+
+
+@lru_cache(_CACHE_SIZE)
+def _tree_rounds_of_ranks(plan: PrefillPlan) -> tuple[tuple[TreeRound, ...], ...]:
+    """All ranks' at once: each alone would look at all transfers to keep its own."""
     longest = max((len(route) for route in crossing_routes(plan)), default=0)
     strides = [0]  # the hand-over; then strides between links that hold something
     while (stride := 1 << (len(strides) - 1)) < longest - 1:
         strides.append(stride)
-    rounds = []
+    of_rounds = []
     for stride in strides:
-        transfers = [
-            Transfer(route[d], route[d + max(stride, 1)], whole=d > stride)
-            for route in crossing_routes(plan)
-            for d in range(min(stride, 1), len(route) - max(stride, 1))
-        ]
-        rounds.append(
-            TreeRound(
-                tuple(t for t in transfers if t.source.rank == rank),
-                tuple(t for t in transfers if t.target.rank == rank),
-            )
-        )
-    return tuple(rounds)
+        sends: list[list[Transfer]] = [[] for _ in range(plan.world_size)]
+        receives: list[list[Transfer]] = [[] for _ in range(plan.world_size)]
+        for route in crossing_routes(plan):
+            for d in range(min(stride, 1), len(route) - max(stride, 1)):
+                transfer = Transfer(route[d], route[d + max(stride, 1)], whole=d > stride)
+                sends[transfer.source.rank].append(transfer)
+                receives[transfer.target.rank].append(transfer)
+        of_rounds.append([TreeRound(tuple(a), tuple(b)) for a, b in zip(sends, receives, strict=True)])
+    return tuple(zip(*of_rounds, strict=True))

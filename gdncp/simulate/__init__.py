@@ -1,0 +1,1 @@
+"""Simulation of plans on machines of any size; `python -m gdncp.simulate --help`."""

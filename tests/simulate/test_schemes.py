@@ -1,0 +1,138 @@
+"""Plans and peers on simulated machines: what is sent is what the plan says, and times behave."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from gdncp.plan import plan_prefill
+from gdncp.simulate import tables
+from gdncp.simulate.collectives import fold_launches
+from gdncp.simulate.gates import GATES, half_lives
+from gdncp.simulate.peers import PEERS, find, simulate_peer
+from gdncp.simulate.schemes import Outcome, simulate_plan
+
+LAYER: dict[str, Any] = {"num_q_heads": 16, "num_k_heads": 16, "num_v_heads": 32, "profile": "h200"}
+FIXUPS = ("chain", "all_gather", "head_sharded", "tree")
+BATCHES = {
+    "one": [1 << 17],
+    "ragged": [5000, 0, 64, 40000, 100, 7, 30000],
+    "nothing crosses": [1024] * 4,
+}
+
+
+def simulate(seq_lens: list[int], **arguments: Any) -> Outcome:
+    return simulate_plan(plan_prefill(seq_lens, **{**LAYER, **arguments}))
+
+
+@pytest.mark.parametrize("fixup", FIXUPS)
+@pytest.mark.parametrize("ownership", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("world_size", [2, 5, 40])
+def test_bytes_are_the_plan_s(fixup: str, ownership: str, batch: str, world_size: int) -> None:
+    plan = plan_prefill(
+        BATCHES[batch], world_size=world_size, ownership=ownership, fixup=fixup, cp_chunk_len=1024, **LAYER
+    )
+    result = simulate_plan(plan)
+    assert result.bytes_sent == plan.fixup_bytes
+    assert sum(result.bytes_received) == sum(result.bytes_sent)
+    assert (sum(result.messages_sent) > 0) == (sum(result.bytes_sent) > 0)
+    assert 0 < result.busy_share <= 1
+    # a rank is done when its stages are, one after the other; the last rank's end is the whole's
+    assert result.seconds == pytest.approx(max(map(sum, zip(*result.stages.values(), strict=True))))
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("seq_lens", [[8192], [1 << 17], [2048] * 16, [100, 0, 70000]])
+def test_one_gpu_takes_what_the_plan_predicts(seq_lens: list[int], gates: str) -> None:
+    plan = plan_prefill(seq_lens, head_half_lives=half_lives(gates, 32), **LAYER)
+    predicted = sum(seconds for (seconds,) in plan.predicted.values())
+    assert simulate_plan(plan).seconds == pytest.approx(predicted, rel=0.03)
+
+
+@pytest.mark.parametrize("fixup", FIXUPS)
+def test_a_slower_machine_is_slower_and_more_tokens_take_longer(fixup: str) -> None:
+    from gdncp.plan import PROFILES
+    from gdncp.simulate.machine import Link, with_topology
+
+    links = [None, Link(20e-6, 100e9), Link(50e-6, 10e9)]
+    profiles = [with_topology(PROFILES["h200"], link=link) for link in links]
+    layer = {"world_size": 8, "fixup": fixup, "cp_chunk_len": 4096}
+    times = [simulate([1 << 18], **layer, profile=profile).seconds for profile in profiles]
+    assert all(a < b for a, b in pairwise(times))
+    nodes = [with_topology(PROFILES["h200"], gpus_per_node=n, node_link=links[2]) for n in (8, 4, 1)]
+    times = [simulate([1 << 18], **layer, profile=profile).seconds for profile in nodes]
+    assert all(a <= b for a, b in pairwise(times)) and times[0] < times[-1]
+    times = [simulate([n << 15], **layer).seconds for n in (1, 2, 4, 8)]
+    assert all(a < b for a, b in pairwise(times))
+
+
+def test_a_chain_s_hops_follow_one_another() -> None:
+    """With 4 ranks of one map each, the last one waits for three hops of two blocks, which overlap by one."""
+    plan = plan_prefill([4 * 4096], world_size=4, fixup="chain", cp_chunk_len=4096, **LAYER)
+    profile = plan.profile
+    result = simulate_plan(plan)
+    block = 16 * profile.fold_head_s + profile.fold_launch_s  # half the rows of 32 heads
+    message = profile.message_s + (1 << 20) / profile.bytes_per_s
+    # rank 0 folds nothing: its local state is its exit state. Then hops 1 and 2 fold, and block 2 is a round behind.
+    expected = profile.collective_s + message + 2 * (block + message) + (block + message)
+    waits = result.stages["state_fixup"]
+    ends = [sum(times[rank] for times in list(result.stages.values())[:3]) for rank in range(4)]
+    starts = [end - wait for end, wait in zip(ends, waits, strict=True)]
+    assert ends[3] - starts[0] == pytest.approx(expected, rel=0.02)
+
+
+def test_late_ranks_hold_up_those_that_wait_for_them_alone() -> None:
+    """Rank 0 has most of the work: a chain makes all wait for it; two sequences that end before it do not."""
+    ownership = [[(0, 65536)], [(65536, 69632)], [(69632, 73728)], [(73728, 77824)]]
+    plan = plan_prefill([69632, 8192], world_size=4, ownership=ownership, fixup="chain", cp_chunk_len=4096, **LAYER)
+    result = simulate_plan(plan)
+    ends = [sum(times[rank] for times in result.stages.values()) for rank in range(4)]
+    assert ends[3] < ends[1] / 2
+
+
+def test_launches_of_a_fold() -> None:
+    assert fold_launches([]) == 0
+    assert fold_launches([5]) == 5
+    assert fold_launches([3, 5]) == 5
+    assert fold_launches([2] * 17 + [3]) == 2 * 2 + 1
+
+
+def test_gates() -> None:
+    for gates in GATES:
+        lives = half_lives(gates, 32)
+        assert len(lives) == 32 and min(lives) > 0
+    fresh = sorted(half_lives("fresh", 64))
+    assert 0.4 < fresh[0] < 1 < 5 < fresh[32] < 20 < 100 < fresh[-1] < 700
+    with pytest.raises(ValueError, match="gates must be one of"):
+        half_lives("two", 4)
+
+
+def test_more_gpus_than_tokens_and_4096_of_them() -> None:
+    assert simulate([300], world_size=8, cp_chunk_len=64).seconds > 0
+    result = simulate([1 << 22], world_size=4096, fixup="tree", cp_chunk_len=1024)
+    assert len(result.bytes_sent) == len(result.memory_bytes) == 4096
+
+
+def test_peers_tables_within_15_percent() -> None:
+    rows = tables.peer_rows()
+    assert len(rows) == 33
+    assert all(abs(row.error) < 0.15 for row in rows), [row for row in rows if abs(row.error) >= 0.15]
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_peers(name: str) -> None:
+    profile = plan_prefill([1], **LAYER).profile
+    times = [simulate_peer(PEERS[name], profile, 4, tokens << 10, 32) for tokens in (16, 64, 256)]
+    assert all(a.seconds < b.seconds for a, b in pairwise(times))
+    assert sum(times[0].bytes_sent) == sum(times[0].bytes_received) > 0
+    assert not sum(simulate_peer(PEERS[name], profile, 1, 4096, 32).bytes_sent)
+
+
+def test_a_peer_s_name() -> None:
+    assert find("fla-cp").name == "fla-cp:0.6.0"
+    for name in ("fla", "fla-cp:9"):
+        with pytest.raises(ValueError, match="--scheme must be ours or one of"):
+            find(name)
