@@ -5,6 +5,7 @@ Each function mirrors the `run` of its namesake there, line by line: what it fol
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -29,14 +30,22 @@ from gdncp.simulate.machine import Machine
 FOLD_ROWS = 16  # V rows in multiples of which a backend's fold may be cut
 
 
-def fold_launches(lengths: Iterable[int]) -> int:
-    """Calls of the fold for runs of so many maps, as `fold_runs` batches them: runs that still go on, together."""
-    ascending = sorted(lengths)
-    launches = done = 0
-    for place, length in enumerate(ascending):
-        launches += (length - done) * -(-(len(ascending) - place) // MAX_BATCH)
-        done = length
+def fold_launches(runs: Iterable[range]) -> int:
+    """Calls of the fold, as `fold_runs` batches them: at each position, the runs that fold a map there, together."""
+    change: dict[int, int] = defaultdict(int)
+    for run in runs:
+        change[run.start] += 1
+        change[run.stop] -= 1
+    launches = live = previous = 0
+    for position, more in sorted(change.items()):
+        launches += (position - previous) * -(-live // MAX_BATCH)
+        live, previous = live + more, position
     return launches
+
+
+def folded(link: Link) -> range:
+    """Positions of a link's own maps at which something is folded: a first CP chunk's is taken as it is."""
+    return range(int(link.starts), link.num_maps)
 
 
 class Rank:
@@ -46,23 +55,24 @@ class Rank:
         self.machine, self.plan, self.rank = machine, plan, rank
         self.state_bytes = plan.num_state_heads * plan.head_dim**2 * 4
 
-    def fold(self, lengths: Sequence[int], heads: float | None = None) -> Event:
-        """Fold runs of so many maps on this rank's GPU; `heads`: of which share, all by default."""
+    def fold(self, runs: Iterable[range], heads: float | None = None) -> Event:
+        """Fold runs, given as positions of maps, on this rank's GPU; `heads`: of how many, all by default."""
         plan = self.plan
         heads = plan.num_state_heads if heads is None else heads
-        lengths = [length for length in lengths if length > 0]  # a sequence of one CP chunk has nothing to fold
-        seconds = fold_seconds(self.machine.profile, fold_launches(lengths), sum(lengths), heads, plan.head_dim)
+        runs = [run for run in runs if run]  # a sequence of one CP chunk has nothing to fold
+        maps = sum(map(len, runs))
+        seconds = fold_seconds(self.machine.profile, fold_launches(runs), maps, heads, plan.head_dim)
         return self.machine.gpus[self.rank].use(seconds)
 
     def fold_inside(self, links: Iterable[Link]) -> Event:
-        return self.fold([link.num_maps - (link.next_rank is not None) - link.starts for link in links])
+        return self.fold(range(link.starts, link.num_maps - (link.next_rank is not None)) for link in links)
 
     def starting(self) -> Iterable[Link]:
         return (link for link in own_links(self.plan, self.rank) if link.starts)
 
 
 def local(at: Rank) -> Process:
-    yield at.fold([link.num_maps - link.starts for link in own_links(at.plan, at.rank)])
+    yield at.fold_inside(own_links(at.plan, at.rank))
 
 
 def chain(at: Rank) -> Process:
@@ -76,7 +86,7 @@ def chain(at: Rank) -> Process:
     for folds, receives in rounds:
         # only the last block may have fewer rows: the largest share stands for a round's
         share = max((rows[block] for _, block in folds), default=0) / dim
-        yield at.fold([link.num_maps - link.starts for link, _ in folds], heads * share)
+        yield at.fold([folded(link) for link, _ in folds], heads * share)
         sends = [(link.next_rank, at.state_bytes // dim * rows[b]) for link, b in folds if link.next_rank is not None]
         landing = [
             (link.previous_rank, at.state_bytes // dim * rows[b])
@@ -88,16 +98,16 @@ def chain(at: Rank) -> Process:
 
 
 @lru_cache(8)
-def _before(plan: PrefillPlan) -> tuple[tuple[int, ...], ...]:
+def _before(plan: PrefillPlan) -> tuple[tuple[range, ...], ...]:
     """Per rank: for each crossing route of which it has a link past the first, the maps to fold before its last."""
-    lengths: list[list[int]] = [[] for _ in range(plan.world_size)]
+    runs: list[list[range]] = [[] for _ in range(plan.world_size)]
     for route in crossing_routes(plan):
-        maps = list(accumulate((link.num_maps - link.starts for link in route[:-1]), initial=0))
+        maps = list(accumulate((link.num_maps for link in route[:-1]), initial=0))
         last = {link.rank: link.depth for link in route}  # ascending depths: the deepest stays
         for rank, depth in last.items():
             if depth:
-                lengths[rank].append(maps[depth])
-    return tuple(map(tuple, lengths))
+                runs[rank].append(range(1, maps[depth]))
+    return tuple(map(tuple, runs))
 
 
 @lru_cache(8)
@@ -151,8 +161,8 @@ def head_sharded(at: Rank) -> Process:
     yield at.fold_inside(at.starting())  # meanwhile
     yield exchange
     if heads[rank]:
-        lengths = [sum(link.num_maps - link.starts for link in route[:-1]) for route in crossing_routes(plan)]
-        yield at.fold(lengths, heads[rank])
+        runs = [range(1, sum(link.num_maps for link in route[:-1])) for route in crossing_routes(plan)]
+        yield at.fold(runs, heads[rank])
     yield back.meet(rank, "entry states")
     yield at.fold_inside(arrivals(plan)[rank])
 
@@ -163,15 +173,15 @@ def tree(at: Rank) -> Process:
     rounds = tree_rounds(plan, rank)
     if any(sends or receives for sends, receives in rounds):
         yield machine.engine.after(machine.profile.collective_s)
-    yield at.fold([link.num_maps - 1 for link in links])  # local states
-    yield at.fold([link.num_maps - 1 for link in links if not link.starts])  # transitions
+    yield at.fold([range(link.starts, link.num_maps - (not link.starts)) for link in links])  # local states
+    yield at.fold([range(link.num_maps - 1) for link in links if not link.starts])  # transitions
     for number, (sends, receives) in enumerate(rounds):
         outgoing = [(t.target.rank, (1 + t.whole) * at.state_bytes) for t in sends]
         landing = [(t.source.rank, (1 + t.whole) * at.state_bytes) for t in receives]
         yield from machine.exchange(rank, outgoing, landing)
         if number:  # the first is the hand-over
-            yield at.fold([1 for _ in receives])
-            yield at.fold([1 for t in receives if t.whole])
+            yield at.fold([range(1) for _ in receives])
+            yield at.fold([range(1) for t in receives if t.whole])
     yield at.fold_inside(own_links(plan, rank))
 
 

@@ -95,9 +95,10 @@ def test_late_ranks_hold_up_those_that_wait_for_them_alone() -> None:
 
 def test_launches_of_a_fold() -> None:
     assert fold_launches([]) == 0
-    assert fold_launches([5]) == 5
-    assert fold_launches([3, 5]) == 5
-    assert fold_launches([2] * 17 + [3]) == 2 * 2 + 1
+    assert fold_launches([range(5)]) == 5
+    assert fold_launches([range(3), range(1, 5)]) == 5
+    assert fold_launches([range(2)] * 17 + [range(3)]) == 2 * 2 + 1
+    assert fold_launches([range(1), range(2, 3)]) == 2
 
 
 def test_gates() -> None:
