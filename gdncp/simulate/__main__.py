@@ -87,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         p.error(str(error))
     console.print(report.table(cases))
+    if len({case.fixup for case in cases if case.scheme == "ours"}) > 1:
+        console.print(report.winners(cases))
     return 0
 
 

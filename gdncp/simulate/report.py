@@ -82,6 +82,27 @@ def _cells(case: Case) -> list[str]:
     ]
 
 
+def winners(cases: Sequence[Case]) -> Table:
+    """Which fixup of ours wins where."""
+    own = [case for case in cases if case.scheme == "ours"]
+    gpus = sorted({case.gpus for case in own})
+    result = Table(title="the fastest fixup, and how much slower the planner's choice is where it is another")
+    result.add_column("batch")
+    result.add_column("ownership")
+    for count in gpus:
+        result.add_column(f"{count:,} GPUs", justify="right")
+    for batch, ownership in dict.fromkeys((case.batch, case.ownership) for case in own):
+        cells = []
+        for count in gpus:
+            group = [case for case in own if (case.batch, case.ownership, case.gpus) == (batch, ownership, count)]
+            best = min(group, key=lambda case: case.outcome.seconds)
+            chosen = min((case.outcome.seconds for case in group if case.chosen), default=best.outcome.seconds)
+            behind = chosen / best.outcome.seconds - 1
+            cells.append(best.fixup + (f" {behind:+.1%}" if behind > 5e-4 else ""))
+        result.add_row(batch, ownership, *cells)
+    return result
+
+
 def size(number: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:

@@ -17,7 +17,7 @@ def test_all_fixups_on_several_machines(tmp_path: Path, capsys: pytest.CaptureFi
     arguments += " --gpus-per-node 4 --link nvlink5 --node-link 20:12.5"
     assert main([*arguments.split(), "--json", str(files[0]), "--plot", str(files[1])]) == 0
     out = capsys.readouterr().out
-    assert "head_sharded" in out and "zigzag" in out
+    assert "head_sharded" in out and "zigzag" in out and "the fastest fixup" in out
     cases = json.loads(files[0].read_text())["cases"]
     assert len(cases) == 2 * 2 * 2 * 4
     for gpus in (1, 8):
