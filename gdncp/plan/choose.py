@@ -14,6 +14,7 @@ from gdncp.plan.stage_model import Kind, StageModel
 
 _LEAST = 4 * CHUNK  # a shorter CP chunk is not chosen: what the model leaves out (tails, small launches) eats its gain
 _GAIN = 0.03  # nor a split that gains less: what the model gets wrong
+_CLEARLY = 0.9  # the model cannot tell fixups apart that differ by less
 _GROUPS = 32  # sequences are costed in at most this many groups of like length
 _REFINED = 12  # grids for whose counts of CP chunks first ones of other lengths are tried,
 _REFINABLE = 1.15  # and which are not further behind the best
@@ -27,11 +28,11 @@ def typical_half_lives(num_heads: int) -> list[float]:
 
 
 def choose_fixup(load: cost.FixupLoad, profile: CostProfile, require_reproducible: bool) -> str:
-    """The cheapest strategy."""
+    """The cheapest strategy.  A tree, which associates maps by rank and so ties bits to ranks, has to win clearly."""
     seconds = cost.fixup_seconds(profile, load)
-    if require_reproducible:  # a tree associates maps by rank
-        del seconds["tree"]
-    return min(seconds, key=lambda strategy: seconds[strategy])  # on a tie the first named
+    tree = seconds.pop("tree")
+    in_order = min(seconds, key=lambda strategy: seconds[strategy])  # on a tie the first named
+    return "tree" if not require_reproducible and tree < _CLEARLY * seconds[in_order] else in_order
 
 
 def choose_grid(

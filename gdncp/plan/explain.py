@@ -75,7 +75,7 @@ def _fixup(plan: PrefillPlan) -> str:
     seconds = sorted(plan.fixup_seconds.items(), key=lambda pair: pair[1])
     guesses = ", ".join(f"{strategy} {_seconds(value)}" for strategy, value in seconds)
     why = "as asked" if plan.fixup_requested != "auto" else "the cheapest"
-    if plan.fixup_requested == "auto" and plan.require_reproducible:
+    if plan.fixup_requested == "auto" and (plan.require_reproducible or plan.fixup != seconds[0][0]):
         why = "the cheapest that is reproducible"
     return f"{plan.fixup}, {why} ({guesses}); {_bytes(sum(plan.fixup_bytes))} sent in all"
 

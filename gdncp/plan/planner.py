@@ -46,8 +46,8 @@ def plan_prefill(
             planner chooses it as well on one rank; on several ranks all CP chunks are equal.
         checkpoint_every_n_tokens: a state checkpoint after every n-th token of a sequence; a multiple of 64, 0: none.
         checkpoint_positions: instead, per sequence the strictly ascending numbers of tokens after which to take one.
-        fixup: "chain", "all_gather", "head_sharded", "tree", or "auto": the cheapest by the cost model. Where no
-            sequence crosses ranks it is "local".
+        fixup: "chain", "all_gather", "head_sharded", "tree", or "auto": the cheapest by the cost model, "tree" only
+            where it is so by a tenth. Where no sequence crosses ranks it is "local".
         lanes_per_rank: CUDA streams (or in-process lanes) to divide a rank's CP chunks among. Never changes bits.
         head_half_lives: tokens in which each state head's gates halve a state, as far as the host knows. None: times
             are predicted as if no head forgot, and the CP chunk length is the best on average over that and over

@@ -43,6 +43,13 @@ def test_auto_takes_the_cheapest(world_size: int, expected: str) -> None:
     assert plan.reproducible == (expected != "tree")
 
 
+def test_auto_takes_a_tree_only_by_a_clear_margin() -> None:
+    plan = plan_prefill([2048 * 4], world_size=4, cp_chunk_len=2048, profile="h200", **LAYER)
+    in_order = min(seconds for strategy, seconds in plan.fixup_seconds.items() if strategy != "tree")
+    assert 0.9 * in_order < plan.fixup_seconds["tree"] < in_order  # else this shows nothing
+    assert plan.fixup != "tree" and plan.reproducible
+
+
 def test_auto_leaves_the_tree_out_where_bits_must_be_the_same() -> None:
     plan = plan_prefill(
         [2048 * 64], world_size=64, cp_chunk_len=2048, profile="h200", require_reproducible=True, **LAYER
