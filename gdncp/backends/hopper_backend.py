@@ -55,7 +55,7 @@ class HopperBackend:
     def _kernels(self) -> SimpleNamespace:
         """Imported once: an import statement costs the host a microsecond each time."""
         from gdncp_kernels.hopper.precompute_t import precompute_t
-        from gdncp_kernels.hopper.recurrence import cp_prefill, precompute_mn
+        from gdncp_kernels.hopper.recurrence_launches import cp_prefill, precompute_mn
         from gdncp_kernels.hopper.state_fixup import StateFold
         from gdncp_kernels.hopper.states import load_states, store_states
 

@@ -15,10 +15,11 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 
+from gdncp.argument_parser import Parser
 from gdncp.plan import PROFILES, PrefillPlan, plan_prefill, terminal
 from gdncp.plan.svg import svg
 
@@ -26,20 +27,8 @@ LOG_WIDTH = 100  # columns where the output is no terminal
 MOST_SEQUENCES = 1 << 20
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")  # one line, without the usage
-
-
 def parser() -> Parser:
-    summary, _, rest = (__doc__ or "").partition("\n")
-    p = Parser(
-        "python -m gdncp.plan",
-        description=summary,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    p = Parser("python -m gdncp.plan", __doc__)
     lengths = p.add_mutually_exclusive_group(required=True)
     lengths.add_argument("--seq-lens", nargs="+", help="tokens of each sequence; 128x20: 20 sequences of 128")
     lengths.add_argument("--seq-lens-file", type=Path, help="a file of the same, parted by blanks, commas or lines")

@@ -18,12 +18,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from gdncp import store
+from gdncp.argument_parser import Parser
 from gdncp.plan import PROFILES, PrefillPlan, plan_prefill
 from gdncp.plan.checks import FIXUPS, OWNERSHIPS, word
 from gdncp.simulate import report, tables
@@ -37,20 +38,8 @@ LOG_WIDTH = 150  # columns where the output is no terminal
 ALLOWED_ERROR = 0.15
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")  # one line, without the usage
-
-
 def parser() -> Parser:
-    summary, _, rest = (__doc__ or "").partition("\n")
-    p = Parser(
-        "python -m gdncp.simulate",
-        description=summary,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    p = Parser("python -m gdncp.simulate", __doc__)
     p.add_argument("--seq-lens", nargs="+", default=["128K"], help="a batch each: 1M, or 4096x16,100 for 17 sequences")
     p.add_argument("--gpus", nargs="+", type=int, default=[1, 2, 4, 8], help=f"up to {MOST_GPUS}; default: 1 2 4 8")
     p.add_argument("--weak", action="store_true", help="--seq-lens are per GPU: each length is multiplied by the GPUs")

@@ -233,6 +233,14 @@ def _halve(x):
 
 
 @gluon.jit
+def _quarters(x):
+    a, b = _halve(x)
+    a0, a1 = _halve(a)
+    b0, b1 = _halve(b)
+    return a0, a1, b0, b1
+
+
+@gluon.jit
 def _store_columns(x, at):
     layout: gl.constexpr = x.type.layout
     row = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
@@ -242,13 +250,11 @@ def _store_columns(x, at):
 
 @gluon.jit
 def _store_quarter(x, at):
-    a, b = _halve(x)
-    a0, a1 = _halve(a)
-    b0, b1 = _halve(b)
-    _store_columns(a0, at)
-    _store_columns(a1, at + 8)
-    _store_columns(b0, at + 16)
-    _store_columns(b1, at + 24)
+    a, b, c, d = _quarters(x)
+    _store_columns(a, at)
+    _store_columns(b, at + 8)
+    _store_columns(c, at + 16)
+    _store_columns(d, at + 24)
 
 
 @gluon.jit
@@ -257,13 +263,11 @@ def _store_state(S, at):
 
     Stored whole, each of 16 groups of columns gets an offset of its own, and those stay in registers through the loop.
     """
-    a, b = _halve(S)
-    a0, a1 = _halve(a)
-    b0, b1 = _halve(b)
-    _store_quarter(a0, at)
-    _store_quarter(a1, at + 32)
-    _store_quarter(b0, at + 64)
-    _store_quarter(b1, at + 96)
+    a, b, c, d = _quarters(S)
+    _store_quarter(a, at)
+    _store_quarter(b, at + 32)
+    _store_quarter(c, at + 64)
+    _store_quarter(d, at + 96)
 
 
 @gluon.jit

@@ -1,0 +1,210 @@
+"""The launches of stages 2 and 4: what `recurrence_kernel` is given, prepared once per table and kind of call."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gdncp_kernels.hopper import checkpoints as inner_checkpoints
+from gdncp_kernels.hopper import forgetting, tensor_maps
+from gdncp_kernels.hopper.launch import Launch, Launcher, Number, Pointer
+from gdncp_kernels.hopper.recurrence import (
+    LOAD_REGISTERS,
+    SCORE_REGISTERS,
+    STAGES,
+    STATE_REGISTERS,
+    recurrence_kernel,
+)
+
+if TYPE_CHECKING:
+    from gdncp.backends.base import AffineMaps, Sinks, TokenInputs
+    from gdncp.work import WorkTable
+    from gdncp_kernels.hopper.precompute_t import Tiles
+
+_launcher = Launcher(recurrence_kernel, num_warps=4)
+_CHANGING = (
+    *("q", "k", "v", "output", "tiles", "entry_states", "checkpoints", "final_states", "maps"),  # addresses
+    *("scale", "log2_forget_below", "map_dump", "final_dump", "checkpoint_dump"),
+)
+
+
+def precompute_mn(
+    inputs: TokenInputs,
+    tiles: Tiles,
+    table: WorkTable,
+    entry_states: torch.Tensor,
+    maps: AffineMaps,
+    forget_below: float,
+    sinks: Sinks | None = None,
+) -> None:
+    """Launch stage 2 over the table's maps; with `sinks` also stage 4 of the items in `table.opens`."""
+    if not table.num_maps or not inputs.k.shape[0]:
+        return
+    num_rows = maps.scratch.layout.fields["gain"].shape[0]
+    key = (precompute_mn, inputs.kind, num_rows, sinks is not None, _has_checkpoints(table, sinks))
+    launch = table.prepared.get(key)
+    if launch is None:
+        arguments = {**_everywhere(inputs, tiles, table), **_outputs(inputs, table, sinks), **_maps(tiles, table, maps)}
+        launch = table.prepared[key] = _prepare(table.num_maps * 2 * inputs.num_state_heads, arguments)
+    # a table built on the device pads with maps that go to the last row, which nobody reads
+    map_dump = num_rows - 1 if table.host is None else -1
+    _enqueue(launch, inputs, tiles, entry_states, sinks, maps, _threshold(forget_below), map_dump)
+    if forget_below > 0:
+        # not of `maps`, which would then keep itself alive
+        fill = partial(forgetting.fill_dropped, inputs, tiles, table, entry_states, maps.scratch, map_dump)
+        maps.deferred.append(fill)
+
+
+def cp_prefill(
+    inputs: TokenInputs,
+    tiles: Tiles,
+    table: WorkTable,
+    entry_states: torch.Tensor,
+    sinks: Sinks,
+    opened: bool = False,
+) -> None:
+    """Launch stage 4 over the table's items; with `opened` without those in `table.opens`, which stage 2 has done."""
+    if not table.num_items:
+        return
+    has_checkpoints = _has_checkpoints(table, sinks)
+    key = (cp_prefill, inputs.kind, opened, has_checkpoints)
+    launch = table.prepared.get(key)
+    if launch is None:
+        arguments = {
+            **_everywhere(inputs, tiles, table),
+            **_outputs(inputs, table, sinks),
+            "final_row": table.final_row,
+            "final_states": Pointer("final_states", torch.float32),
+            "final_dump": Number("final_dump", -1),
+            "opens": table.opens.view(torch.uint8) if opened else None,
+        }
+        launch = table.prepared[key] = _prepare(table.num_items * inputs.num_state_heads, arguments)
+    _enqueue(launch, inputs, tiles, entry_states, sinks)
+    if has_checkpoints:
+        inner_checkpoints.finish(inputs, tiles, table, sinks)
+
+
+def _has_checkpoints(table: WorkTable, sinks: Sinks | None) -> bool:
+    return sinks is not None and sinks.checkpoints is not None and table.num_checkpoints > 0
+
+
+def _prepare(num_programs: int, arguments: dict[str, Any]) -> Launch:
+    """Arguments that are not given are None; those that say what a launch does follow from them."""
+    arguments["WITH_MAPS"] = "map_item" in arguments
+    arguments["WITH_OUTPUTS"] = "output" in arguments
+    return _launcher.prepare(num_programs, _CHANGING, dict.fromkeys(recurrence_kernel.arg_names) | arguments)
+
+
+def _enqueue(
+    launch: Launch,
+    inputs: TokenInputs,
+    tiles: Tiles,
+    entry_states: torch.Tensor,
+    sinks: Sinks | None,
+    maps: AffineMaps | None = None,
+    log2_forget_below: float = 0.0,
+    map_dump: int = -1,
+) -> None:
+    """The values of `_CHANGING`; 0 where a launch has no use for them."""
+    output = checkpoints = final_states = 0
+    final_dump = checkpoint_dump = -1
+    if sinks is not None:
+        output, final_states, final_dump = sinks.output.data_ptr(), sinks.final_states.data_ptr(), sinks.final_dump
+        if sinks.checkpoints is not None:
+            checkpoints, checkpoint_dump = sinks.checkpoints.data_ptr(), sinks.checkpoint_dump
+    launch(
+        inputs.q.data_ptr(),
+        inputs.k.data_ptr(),
+        inputs.v.data_ptr(),
+        output,
+        tiles.scratch.data_ptr(),
+        entry_states.data_ptr(),
+        checkpoints,
+        final_states,
+        0 if maps is None else maps.scratch.data_ptr(),
+        inputs.scale,
+        log2_forget_below,
+        map_dump,
+        final_dump,
+        checkpoint_dump,
+    )
+
+
+@lru_cache(maxsize=256)
+def _threshold(forget_below: float) -> float:
+    """Its log2, rounded down; below any product, resets too, where nothing is to be forgotten."""
+    if forget_below <= 0:
+        return -1e30
+    threshold = math.log2(forget_below)
+    return threshold - 1e-6 * max(abs(threshold), 1.0)
+
+
+def _everywhere(inputs: TokenInputs, tiles: Tiles, table: WorkTable) -> dict[str, Any]:
+    """The kernel's arguments in every launch."""
+    layout, num_heads = tiles.scratch.layout, inputs.num_state_heads
+    entries, key_entries = table.num_chunks * num_heads, table.num_chunks * inputs.k.shape[1]
+    return {
+        "k_map": tensor_maps.tokens("k", inputs.k),
+        "v_map": tensor_maps.tokens("v", inputs.v),
+        "solve_map": tensor_maps.solve("tiles", entries, inputs.k.dtype, layout.offset("solve")),
+        "gates_map": tensor_maps.gates("tiles", entries, layout.offset("gates")),
+        "keys_map": tensor_maps.keys("tiles", key_entries, layout.offset("keys")) if inputs.use_qk_l2norm else None,
+        "token_start": table.token_start,
+        "num_tokens": table.num_tokens,
+        "first_chunk": table.first_chunk,
+        "item_row": table.item_row,
+        "entry_states": Pointer("entry_states", torch.float32),
+        "scale": Number("scale", 1.0),
+        "H": num_heads,
+        "HQ": inputs.q.shape[1],
+        "HK": inputs.k.shape[1],
+        "HV": inputs.v.shape[1],
+        "L2NORM": inputs.use_qk_l2norm,
+        "STAGES": STAGES,
+        "STATE_REGISTERS": STATE_REGISTERS,
+        "SCORE_REGISTERS": SCORE_REGISTERS,
+        "LOAD_REGISTERS": LOAD_REGISTERS,
+    }
+
+
+def _outputs(inputs: TokenInputs, table: WorkTable, sinks: Sinks | None) -> dict[str, Any]:
+    """The kernel's arguments where it makes outputs."""
+    if sinks is None:
+        return {}
+    arguments: dict[str, Any] = {
+        "q_map": tensor_maps.tokens("q", inputs.q),
+        "output_map": tensor_maps.output("output", sinks.output),
+        "output": Pointer("output", sinks.output.dtype),
+    }
+    if _has_checkpoints(table, sinks):
+        arguments |= {
+            "checkpoint_start": table.checkpoint_start,
+            "checkpoint_tokens": table.checkpoint_tokens,
+            "checkpoint_row": table.checkpoint_row,
+            "checkpoints": Pointer("checkpoints", torch.float32),
+            "checkpoint_dump": Number("checkpoint_dump", -1),
+        }
+    return arguments
+
+
+def _maps(tiles: Tiles, table: WorkTable, maps: AffineMaps) -> dict[str, Any]:
+    """The kernel's arguments where it makes maps."""
+    at, tiles_at = maps.scratch.layout.offset, tiles.scratch.layout.offset
+    return {
+        "map_item": table.map_item,
+        "map_row": table.map_row,
+        "map_is_first": table.map_is_first.view(torch.uint8),
+        "growth": Pointer("tiles", torch.float32, tiles_at("growth")),
+        "transition": Pointer("maps", torch.float32, at("transition")),
+        "local_state": Pointer("maps", torch.float32, at("local_state")),
+        "gain": Pointer("maps", torch.float32, at("gain")),
+        "dropped": Pointer("maps", torch.float32, at("dropped")),
+        "forgot": Pointer("maps", torch.uint8, at("forgot")),
+        "scanned": Pointer("maps", torch.int32, at("scanned")),
+        "start_chunk": Pointer("tiles", torch.int32, tiles_at("start_chunk")),
+        "log2_forget_below": Number("log2_forget_below", -16.0),
+        "map_dump": Number("map_dump", -1),
+    }
