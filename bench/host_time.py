@@ -100,6 +100,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--profile", action="store_true", help="print where the time of each case goes")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("a CUDA GPU is needed, and torch sees none")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds to enqueue")
     for backend in args.backends:
         for name, case in CASES.items():

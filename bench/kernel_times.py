@@ -93,6 +93,8 @@ def main() -> None:
     parser.add_argument("--out", help="keep the results here")
     parser.add_argument("--compare", help="results that an earlier run kept")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("a CUDA GPU is needed, and torch sees none")
     before = torch.load(args.compare) if args.compare else {}
     kept = {}
     for case in args.cases:
