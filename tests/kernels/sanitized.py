@@ -43,7 +43,7 @@ class Set:
         return random_state(rows, heads, self.dim).to(self.device)
 
 
-SETS = (Set("triton", 64), Set("hopper", 128, other_dtype=torch.float16))
+SETS = (Set("triton", 64), Set("hopper", 128, other_dtype=torch.bfloat16))
 
 
 def planned(s: Set) -> None:

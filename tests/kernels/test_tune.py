@@ -33,7 +33,8 @@ def test_candidates_are_rows_that_a_table_can_hold(tmp_path):
     dims = [(16, 16), (64, 128), (256, 128), (128, 256)]
     for problem in tune.problems(dims, launch_table.PRECISIONS):
         rows = tune.candidates(problem)
-        assert len(set(rows)) == len(rows) > 1 or problem.kernel in (*SCANS, "fold"), problem
+        assert len(set(rows)) == len(rows), problem
+        assert len(rows) > 1 or problem.kernel in (*SCANS, "fold"), problem  # small dims leave those one block
         path = tmp_path / "table.json"
         path.write_text(TABLE.preferring(tuple(rows)).to_json())
         assert launch_table.read_table(path).rows[: len(rows)] == tuple(rows)
