@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -17,8 +18,12 @@ from safetensors.torch import save_file
 def _appears_whole(path: Path, *, exclusive: bool = False) -> Iterator[Path]:
     """Yield a temporary name beside `path`; on leaving without an error, flush it to disk and give it its name.
 
-    The temporary lies in the same directory, since a rename is atomic only within one file system.
+    The temporary lies in the same directory, since a rename is atomic only within one file system.  A link is followed;
+    what is there and is no file (a device, a pipe, a directory) is left alone, and OSError raised.
     """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "what is there is not a regular file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.touch()

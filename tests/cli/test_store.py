@@ -1,6 +1,7 @@
 """A file is complete or absent, and two runs never share a directory."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -28,6 +29,19 @@ def test_files_may_be_read_as_the_umask_says(tmp_path):
     (tmp_path / "plain").touch()
     store.write_tensors(tmp_path / "x.safetensors", {"x": torch.ones(1)})
     assert (tmp_path / "x.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_what_is_no_file_is_left_alone_and_a_link_followed(tmp_path):
+    pipe, kept, link = tmp_path / "pipe", tmp_path / "kept.json", tmp_path / "link.json"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path):
+        with pytest.raises(OSError, match="not a regular file"):
+            store.write_json(path, {})
+    assert pipe.is_fifo()
+    kept.write_text("old")
+    link.symlink_to(kept)
+    store.write_json(link, {})
+    assert link.is_symlink() and kept.read_text() == "{}\n"
 
 
 def test_a_run_directory_is_claimed_once(tmp_path):

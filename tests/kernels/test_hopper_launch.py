@@ -95,6 +95,14 @@ def test_a_variant_is_compiled_once_for_what_calls_differ_in(machine):
     assert len(machine.compiled) == len(calls) + 1 and launched(machine)[-1][2] == 101
 
 
+def test_a_number_of_more_than_32_bits_takes_a_variant_of_its_own(machine):
+    run = Launcher(JITFunction(_kernel), num_warps=4)
+    x = torch.zeros(64)
+    for count in (3, 1 << 31, 5, (1 << 31) + 1):
+        run(7, x, None, count, 1.0, 16)
+    assert [number for number, *_ in launched(machine)] == [0, 1, 0, 1]
+
+
 def test_a_compilation_that_still_runs_is_waited_for(machine):
     machine.late = True
     Launcher(JITFunction(_kernel))(1, torch.zeros(16), None, 1, 1.0, 16)

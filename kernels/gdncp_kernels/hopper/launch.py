@@ -56,6 +56,11 @@ class Number:
     like: int | float
 
 
+def _is_wide(x: object) -> bool:
+    """Triton compiles ints of more than 32 bits as another type."""
+    return isinstance(x, int) and not -(1 << 31) <= x < 1 << 31
+
+
 class Launcher:
     """A kernel.  Called as `launcher(num_programs, *arguments)` with all its arguments in order, or prepared."""
 
@@ -78,7 +83,7 @@ class Launcher:
                 key.append((x.dtype, address % _ALIGNMENT == 0))
             else:
                 values.append(x)
-                key.append(x if x is None or i in self._constants else type(x))
+                key.append(x if x is None or i in self._constants else (type(x), _is_wide(x)))
         variant = self._variants.get(tuple(key))
         if variant is None:
             variant = self._variants[tuple(key)] = self.compiled(arguments)
