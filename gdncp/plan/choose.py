@@ -60,9 +60,9 @@ def choose_grid(
     worlds = _WORLDS if require_reproducible and isinstance(ownership, str) else (world_size,)
     searches = [_Search(seq_lens, world, ownership, fixup, require_reproducible, models[0]) for world in worlds]
     costs = [_Costs(searches, model) for model in models]
-    lengths = set().union(*(search.candidates(lanes_per_rank) for search in searches))
+    lengths = set().union(*(search.candidates(1 if require_reproducible else lanes_per_rank) for search in searches))
     grids = [layout.Grid(length, length) for length in sorted(lengths, reverse=True)]
-    if worlds == (1,):
+    if worlds == (1,) and not require_reproducible:
         grids += _unequal(max(seq_lens), _promising(grids, costs))
     if len(costs) == 1:
         return _least(grids, costs[0].bound, costs[0].seconds, _GAIN)

@@ -48,13 +48,14 @@ def plan_prefill(
         checkpoint_positions: instead, per sequence the strictly ascending numbers of tokens after which to take one.
         fixup: "chain", "all_gather", "head_sharded", "tree", or "auto": the cheapest by the cost model, "tree" only
             where it is so by a tenth. Where no sequence crosses ranks it is "local".
-        lanes_per_rank: CUDA streams (or in-process lanes) to divide a rank's CP chunks among. Never changes bits.
+        lanes_per_rank: CUDA streams (or in-process lanes) to divide a rank's CP chunks among. Never
+            changes the bits of a given CP chunk length; one that is chosen may depend on it.
         head_half_lives: tokens in which each state head's gates halve a state, as far as the host knows. None: times
             are predicted as if no head forgot, and the CP chunk length is the best on average over that and over
             half-lives from 4 to 16384 tokens.
         forget_below: the bound below which what entered a CP chunk counts as forgotten; None: by dtype; 0: never.
         require_reproducible: "auto" leaves out "tree", which associates maps by rank, and a CP chunk length that is
-            chosen does not depend on the world size.
+            chosen depends neither on the world size (explicit ownership apart) nor on lanes.
         profile: costs by which to choose and predict: the name of one in `gdncp.plan.PROFILES`, or your own.
 
     Raises:

@@ -22,8 +22,10 @@ def pool(dtype, layout):
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "slots apart"])
 @pytest.mark.parametrize("rows", [None, [5, -1, 0, 6, 2, 1]], ids=["in order", "slots"])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-def test_moves(dtype, layout, rows, index):
-    rows = None if rows is None else torch.tensor(rows, dtype=index, device=DEVICE)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_moves(dtype, layout, rows, index, stride):
+    if rows is not None:  # between those of a stride of 2 lie slots that nobody asked for
+        rows = torch.tensor([x for row in rows for x in (row, 3)[:stride]], dtype=index, device=DEVICE)[::stride]
     out_rows = torch.tensor([7, 0, 1, 3, 2, 6], device=DEVICE)
     loaded, expected = (torch.full((8, H, V, K), 9.0, device=DEVICE) for _ in range(2))
     load_states(pool(dtype, layout), rows, loaded, out_rows)

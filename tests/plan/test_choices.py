@@ -50,6 +50,15 @@ def test_auto_takes_a_tree_only_by_a_clear_margin() -> None:
     assert plan.fixup != "tree" and plan.reproducible
 
 
+def test_lanes_do_not_move_a_grid_that_must_be_reproducible() -> None:
+    def grid(lanes: int, **options: bool) -> int:
+        layer = {"num_q_heads": 4, "num_k_heads": 4, "num_v_heads": 8}
+        return plan_prefill([8192], lanes_per_rank=lanes, profile="h200", **layer, **options).cp_chunk_len
+
+    assert grid(1) != grid(2)  # else this shows nothing
+    assert len({grid(lanes, require_reproducible=True) for lanes in (1, 2, 3)}) == 1
+
+
 def test_auto_leaves_the_tree_out_where_bits_must_be_the_same() -> None:
     plan = plan_prefill(
         [2048 * 64], world_size=64, cp_chunk_len=2048, profile="h200", require_reproducible=True, **LAYER

@@ -75,6 +75,8 @@ def _move(
             ours.index_fill_(0, our_rows, 0.0)
         return
     load = our_rows is not None
+    if rows is not None:  # the caller's, of any stride
+        rows = rows.contiguous()
     if not _launcher.jitted:
         numbers = (*theirs.shape, *theirs.stride(), load, BLOCK)
         _launcher(_num_programs(count, theirs.shape[1:]), theirs, rows, ours, our_rows, *numbers)
