@@ -48,7 +48,7 @@ def plan_of(case: Case, grid: Grid | None, *, gates_known: bool) -> gdncp.Prefil
         cp_chunk_len=grid and grid.length,
         first_cp_chunk_len=grid and grid.first,
         head_half_lives=_half_lives(case) if gates_known else None,
-        profile="h200" if case.device.type == "cuda" else "cpu",
+        profile=gdncp.plan.default_profile(case.device.type),
     )
 
 

@@ -13,7 +13,7 @@ from gdncp.api import place_in
 from gdncp.backends import GateSpace, Precision, TokenInputs
 from gdncp.calls import Kind, bind, kind_of, new_kind, new_states
 from gdncp.layout import Layout, layout_of_cu_seqlens, layout_of_plan
-from gdncp.plan import PrefillPlan, plan_prefill
+from gdncp.plan import PrefillPlan, default_profile, plan_prefill
 from gdncp.plan.choose import balanced, unsplit
 from gdncp.stages import StateIO
 
@@ -196,7 +196,7 @@ def _plan_of_call(
             head_dim=q.shape[2],
             cp_chunk_len=length,
             checkpoint_every_n_tokens=checkpoint_every_n_tokens,
-            profile="h200" if q.device.type == "cuda" else "cpu",
+            profile=default_profile(q.device.type),
         )
 
     plan = planned(cp_chunk_len)

@@ -43,7 +43,7 @@ class Ours(Engine):
             num_v_heads=s.num_v_heads,
             head_dim=s.head_dim,
             cp_chunk_len=self._cp_chunk_len,
-            profile="h200" if case.device.type == "cuda" else "cpu",
+            profile=gdncp.plan.default_profile(case.device.type),
         )
         output, states = case.empty_results()
 

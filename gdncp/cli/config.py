@@ -68,6 +68,7 @@ class PrefillConfig:
     fixup: Fixup = MISSING
     lanes_per_rank: int = MISSING
     require_reproducible: bool = MISSING
+    profile: str | None = MISSING
     checkpoint_every_n_tokens: int | None = MISSING
     scale: float | None = MISSING
     gate_space: GateSpace = MISSING

@@ -19,7 +19,7 @@ from gdncp.cli.inputs import Defaults, Source, open_source
 from gdncp.cli.ranks import Ranks, RunFailure
 from gdncp.cli.verify import verify
 from gdncp.forgetting import ForgettingBound, error_bound, rank_terms
-from gdncp.plan import PrefillPlan, plan_prefill
+from gdncp.plan import PrefillPlan, default_profile, plan_prefill
 from gdncp.plan.choose import balanced, unsplit
 from gdncp.stages import STAGES, PrefillResult
 
@@ -126,7 +126,7 @@ def prepare(config: Config, world_size: int, device: torch.device) -> Prepared:
         lanes_per_rank=config["lanes_per_rank"],
         forget_below=config["forget_below"],
         require_reproducible=config["require_reproducible"],
-        profile="cpu" if device.type == "cpu" else "h200",
+        profile=config["profile"] or default_profile(device.type),
     )
     plan = planned(cp_chunk_len=unsplit(longest) if use_cp is False else cp_chunk_len)
     if use_cp is True and cp_chunk_len is None and plan.cp_chunk_len >= longest:

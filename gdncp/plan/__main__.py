@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from gdncp.argument_parser import Parser
-from gdncp.plan import PROFILES, PrefillPlan, plan_prefill, terminal
+from gdncp.plan import PROFILES, PrefillPlan, find_profile, plan_prefill, terminal
 from gdncp.plan.svg import svg
 
 LOG_WIDTH = 100  # columns where the output is no terminal
@@ -40,7 +40,9 @@ def parser() -> Parser:
     p.add_argument("--first-cp-chunk-len", type=int, help="of each sequence's first CP chunk; default: no other")
     p.add_argument("--lanes-per-rank", type=int, default=1)
     p.add_argument("--fixup", default="auto", help="auto, chain, all_gather, head_sharded or tree")
-    p.add_argument("--profile", default="cpu", help=f"costs to choose and predict by: {', '.join(PROFILES)}")
+    p.add_argument(
+        "--profile", default="cpu", help=f"costs to choose and predict by: {', '.join(PROFILES)}, or a .json file"
+    )
     p.add_argument("--head-half-lives", nargs="+", help="tokens, one number a head, or LOW:HIGH spaced by logarithm")
     p.add_argument("--forget-below", type=float, help="default: by the dtype; 0: nothing is forgotten")
     p.add_argument("--checkpoint-every-n-tokens", type=int, default=0)
@@ -86,7 +88,7 @@ def _plan(args: argparse.Namespace) -> PrefillPlan:
         head_half_lives=_half_lives(args.head_half_lives, max(num_q_heads, num_v_heads)),
         forget_below=args.forget_below,
         require_reproducible=args.require_reproducible,
-        profile=args.profile,
+        profile=find_profile(args.profile, "--profile"),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gdncp.plan import checks, choose, cost, layout
 from gdncp.plan.model import TokenRun
 from gdncp.plan.prefill_plan import PrefillPlan
-from gdncp.plan.profiles import PROFILES, CostProfile
+from gdncp.plan.profiles import CostProfile, find_profile
 from gdncp.plan.stage_model import StageModel
 
 
@@ -56,7 +56,8 @@ def plan_prefill(
         forget_below: the bound below which what entered a CP chunk counts as forgotten; None: by dtype; 0: never.
         require_reproducible: "auto" leaves out "tree", which associates maps by rank, and a CP chunk length that is
             chosen depends neither on the world size (explicit ownership apart) nor on lanes.
-        profile: costs by which to choose and predict: the name of one in `gdncp.plan.PROFILES`, or your own.
+        profile: costs by which to choose and predict: the name of one in `gdncp.plan.PROFILES`, a path to a .json file
+            as `python -m gdncp.calibrate` writes it, or your own.
 
     Raises:
         ValueError: naming the argument, what was given and what is allowed.
@@ -74,8 +75,7 @@ def plan_prefill(
         head_half_lives = checks.half_lives(head_half_lives, max(heads))
     if forget_below is not None:
         forget_below = checks.forget_bound(forget_below)
-    if not isinstance(profile, CostProfile):
-        profile = PROFILES[checks.word("profile", profile, tuple(PROFILES))]
+    profile = find_profile(profile)
     if isinstance(ownership, str):
         checks.word("ownership", ownership, checks.OWNERSHIPS, " or [[(start, stop), ...] per rank]")
     else:

@@ -1,11 +1,19 @@
-"""What machines take, in seconds and bytes: the only place where the cost model has numbers.
+"""What machines take, in seconds and bytes: the numbers of the cost model.
 
-To refit one, run `bench/sweep_cp_chunk_len.py` on the machine and change the fields that its lines contradict.
+They are in `gdncp/plan/machines/`, a JSON file a machine, each number with its source.  `python -m gdncp.calibrate`
+measures a machine and writes such a file, which goes wherever the name of a profile does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MACHINES = Path(__file__).with_name("machines")
 
 
 @dataclass(frozen=True)
@@ -37,59 +45,74 @@ class CostProfile:
     node_peer_s: float  # one more peer of an all-to-all between nodes
     node_bytes_per_s: float  # of one rank, between nodes
 
+    def __post_init__(self) -> None:
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            whole, rate = field.type == "int", field.name.endswith("bytes_per_s")
+            if field.type == "bool":
+                right, allowed = isinstance(value, bool), "true or false"
+            else:
+                number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+                right = number and (value > 0 if whole or rate else value >= 0) and value < math.inf
+                allowed = f"a {'positive' if whole or rate else 'non-negative'} {'int' if whole else 'finite number'}"
+            if not right:
+                raise ValueError(f"profile {self.name!r}: {field.name} must be {allowed}, got {value!r}")
 
-PROFILES = {
-    profile.name: profile
-    for profile in (
-        # The torch backend on one core (measured, within a factor of two), float32 tokens; gloo over the loopback.
-        CostProfile(
-            name="cpu",
-            workers=1,
-            opens=False,
-            launch_s=1e-3,
-            unit_s=0.0,  # heads are one call
-            tile_t_s=3e-4,
-            key_tile_t_s=0.0,
-            tile_n_s=4e-4,
-            tile_m_s=4e-4,
-            tile_prefill_s=6e-4,
-            forget_bits=24,
-            fold_launch_s=2e-5,
-            fold_head_s=1.5e-4,
-            collective_s=5e-4,
-            message_s=2e-4,
-            bytes_per_s=1e9,
-            ranks_per_node=1 << 30,  # one node
-            node_message_s=2e-4,
-            node_peer_s=1e-4,
-            node_bytes_per_s=1e9,
-        ),
-        # The hopper backend on an H200, bf16 tokens, CUDA graphs, alpha = 1: bench/results/h200.json.
-        CostProfile(
-            name="h200",
-            workers=132,  # its recurrence kernel fills an SM's shared memory
-            opens=True,
-            launch_s=4e-6,  # with unit_s: what 512 x 1 takes besides its tiles, two launches of one unit an SM
-            unit_s=4e-6,
-            # 32768 tokens, 16 key heads: 0.09 ms at 32 state heads; 0.145 at 64, what 8192 x 4 takes besides stage 4
-            tile_t_s=4.4e-7,
-            key_tile_t_s=5.6e-7,
-            tile_n_s=1.15e-6,  # 32768 x 1, 16/32 in six CP chunks
-            tile_m_s=1.15e-6,
-            tile_prefill_s=2.05e-6,  # the same, and 2048 x 16
-            forget_bits=16,
-            # a step: 2.8 µs at 32 heads (32768 x 1), 1.9 at 8, 1.8 at 4 (262144 x 1)
-            fold_launch_s=1.6e-6,
-            fold_head_s=3.75e-8,
-            # NVLink within 8 GPUs, 400 Gb/s a GPU between nodes: so that one map a rank at 32 heads costs what the
-            # design's table of fixups says, within 25 %
-            collective_s=12e-6,
-            message_s=9e-6,
-            bytes_per_s=400e9,
-            ranks_per_node=8,
-            node_message_s=10e-6,
-            node_peer_s=3.6e-6,
-            node_bytes_per_s=50e9,
-        ),
-    )
+    def costs(self) -> dict[str, Any]:
+        """All but the name, as a profile's file has them."""
+        return {name: value for name, value in asdict(self).items() if name != "name"}
+
+
+class Link(NamedTuple):
+    """What a message takes: message_s + bytes / bytes_per_s."""
+
+    message_s: float
+    bytes_per_s: float  # of one rank, one way
+
+
+def read_profile(path: Path) -> CostProfile:
+    """A profile from its file: {"name": ..., "costs": {field: number}}; what else is there is for people.
+
+    Raises ValueError, naming the file and what is wrong with it.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"profile {path}: {error}") from None
+    name, costs = (document.get(key) if isinstance(document, dict) else None for key in ("name", "costs"))
+    if not (isinstance(name, str) and isinstance(costs, dict)):
+        raise ValueError(f'profile {path} must be JSON as {{"name": "...", "costs": {{...}}}}')
+    known = {field.name for field in fields(CostProfile)} - {"name"}
+    for words, what in ((known - costs.keys(), "has no"), (costs.keys() - known, "has an unknown")):
+        if words:
+            raise ValueError(f"profile {path} {what} {', '.join(sorted(words))}")
+    return CostProfile(name, **costs)
+
+
+def find_profile(profile: str | Path | CostProfile, argument: str = "profile") -> CostProfile:
+    """The shipped profile of that name, one from a .json file, or the profile itself.
+
+    A file is read each time.  Raises ValueError, naming `argument`, where there is no such thing.
+    """
+    if isinstance(profile, CostProfile):
+        return profile
+    if isinstance(profile, str) and profile in PROFILES:
+        return PROFILES[profile]
+    if isinstance(profile, Path) or (isinstance(profile, str) and profile.endswith(".json")):
+        return read_profile(Path(profile))
+    near = difflib.get_close_matches(profile, PROFILES, n=1) if isinstance(profile, str) else []
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    names = ", ".join(map(repr, PROFILES))
+    raise ValueError(f"{argument} must be one of {names}, or a path to a .json file, got {profile!r}{hint}")
+
+
+def default_profile(device_type: str) -> str:
+    """The name of the shipped profile for a device that nobody has calibrated."""
+    return "h200" if device_type == "cuda" else "cpu"
+
+
+PROFILES = {name: read_profile(MACHINES / f"{name}.json") for name in ("cpu", "h200")}
+LINKS = {
+    name: Link(link["message_s"], link["bytes_per_s"])
+    for name, link in json.loads((MACHINES / "links.json").read_text(encoding="utf-8")).items()
 }

@@ -25,11 +25,11 @@ from rich.table import Table
 
 from gdncp import store
 from gdncp.argument_parser import Parser
-from gdncp.plan import PROFILES, PrefillPlan, plan_prefill
+from gdncp.plan import LINKS, PROFILES, PrefillPlan, find_profile, plan_prefill
 from gdncp.plan.checks import FIXUPS, OWNERSHIPS, word
 from gdncp.simulate import report, tables
 from gdncp.simulate.gates import GATES, half_lives
-from gdncp.simulate.machine import LINKS, parse_link, with_topology
+from gdncp.simulate.machine import parse_link, with_topology
 from gdncp.simulate.peers import PEERS, Peer, find, simulate_peer
 from gdncp.simulate.schemes import simulate_plan
 
@@ -50,7 +50,7 @@ def parser() -> Parser:
     p.add_argument("--fixup", nargs="+", default=["auto"], help=f"of ours: auto, all, {', '.join(FIXUPS)}")
     p.add_argument("--cp-chunk-len", type=int, help="tokens of a CP chunk of ours; default: the planner's choice")
     p.add_argument("--gates", default="one", help=f"{', '.join(GATES)}: nothing forgets, half-lives 4 to 16384, as new")
-    p.add_argument("--profile", default="h200", help=f"costs: {', '.join(PROFILES)}")
+    p.add_argument("--profile", default="h200", help=f"costs: {', '.join(PROFILES)}, or a .json file")
     p.add_argument("--gpus-per-node", type=int, help="default: the profile's")
     p.add_argument("--link", help=f"within a node: {', '.join(LINKS)}, or MICROSECONDS:GBYTES_PER_S")
     p.add_argument("--node-link", help="between nodes, of one GPU: likewise")
@@ -100,7 +100,7 @@ class Cases:
         fixups = [word("--fixup", name, ("auto", "all", *FIXUPS)) for name in args.fixup]
         self.fixups = list(dict.fromkeys(f for name in fixups for f in (FIXUPS if name == "all" else (name,))))
         self.gates = word("--gates", args.gates, GATES)
-        profile = PROFILES[word("--profile", args.profile, tuple(PROFILES))]
+        profile = find_profile(args.profile, "--profile")
         if args.gpus_per_node is not None and args.gpus_per_node < 1:
             raise ValueError(f"--gpus-per-node must be at least 1, got {args.gpus_per_node}")
         self.profile = with_topology(

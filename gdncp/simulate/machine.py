@@ -5,28 +5,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
-from gdncp.plan.profiles import CostProfile
+from gdncp.plan.profiles import LINKS, CostProfile, Link
 from gdncp.simulate.engine import Engine, Event, Resource, occupy
-
-
-class Link(NamedTuple):
-    """What a message takes: message_s + bytes / bytes_per_s."""
-
-    message_s: float
-    bytes_per_s: float  # of one rank, one way
-
-
-# Rates are public figures of one GPU's share, one way; latencies are those of the H200 profile, or of a TCP round trip.
-LINKS = {
-    "nvlink4": Link(9e-6, 400e9),  # 450 GB/s by data sheet (Hopper), of which NCCL reaches about 400
-    "nvlink5": Link(9e-6, 800e9),  # 900 GB/s by data sheet (Blackwell)
-    "pcie5": Link(10e-6, 50e9),  # 16 lanes, 64 GB/s by data sheet
-    "ib400": Link(10e-6, 50e9),  # InfiniBand NDR, one port a GPU
-    "ib200": Link(10e-6, 25e9),  # InfiniBand HDR
-    "tcp100": Link(50e-6, 10e9),  # 100 Gb/s Ethernet through the kernel's TCP
-}
 
 
 def parse_link(name: str, text: str) -> Link:

@@ -1,0 +1,202 @@
+"""`python -m gdncp.calibrate`: measure what this machine takes and write a profile for the planner.
+
+    python -m gdncp.calibrate --out profile.json
+
+On a GPU stages are timed by replay of CUDA graphs, on a CPU by the clock.  Costs are fitted so that the cost model
+predicts what was measured; a table shows both, and whole calls, which are not fitted.  What is not measured is taken
+from --base.  The file goes wherever a profile's name does: plan_prefill(profile="profile.json"), profile=profile.json
+of gdncp.prefill, --profile profile.json of gdncp.plan and gdncp.simulate.
+
+Exit codes: 0 it was written, 1 nothing could be measured, 2 the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gdncp import store
+from gdncp.argument_parser import Parser
+from gdncp.backends import Backend, get_backend, select_backend
+from gdncp.backends.base import opens
+from gdncp.calibrate import stages
+from gdncp.calibrate.fit import Measurement, fit, median_error
+from gdncp.cli.ranks import Ranks, RunFailure, join
+from gdncp.cli.report import LOG_WIDTH, seconds
+from gdncp.plan import CostProfile, default_profile, find_profile
+
+TOKENS = {"cuda": 32768, "cpu": 2048}
+REPEATS = {"cuda": 11, "cpu": 5}
+HEADS = {"cuda": "16/32 4/8 16/64", "cpu": "2/4 1/8"}
+
+
+def parser() -> Parser:
+    p = Parser("python -m gdncp.calibrate", __doc__)
+    p.add_argument("--out", type=Path, required=True, help="the .json file to write")
+    p.add_argument("--name", help="of the profile; default: that of the file")
+    p.add_argument("--base", help="the profile that what is not measured comes from; default: h200 on a GPU, else cpu")
+    p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    p.add_argument("--backend", help="default: hopper where it runs, else what gdncp.prefill would take")
+    p.add_argument(
+        "--heads", nargs="+", help=f"QK/V of shape classes; default: {HEADS['cuda']}, on a CPU {HEADS['cpu']}"
+    )
+    p.add_argument("--head-dim", type=int, default=128)
+    p.add_argument("--tokens", type=int, help=f"of a batch; default: {TOKENS['cuda']}, on a CPU {TOKENS['cpu']}")
+    p.add_argument("--repeats", type=int, help="times that a median is taken of")
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(arguments)
+    with join() as ranks:
+        try:
+            return calibrate(args, ranks)
+        except RunFailure as error:
+            if ranks.is_leader:
+                print(f"{p.prog}: error: {error}", file=sys.stderr)
+            return 2
+
+
+def calibrate(args: argparse.Namespace, ranks: Ranks) -> int:
+    console = Console(highlight=False, quiet=not ranks.is_leader)
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    started = time.perf_counter()
+    device, _, _ = ranks.agree(lambda: ranks.place(args.device))
+    base, backend, effort = ranks.agree(lambda: _prepare(args, device))
+    console.print(f"{_device_name(device)}, backend {backend.name}, {ranks.world_size} ranks", markup=False)
+
+    if ranks.is_leader:
+        bench = stages.Bench(device, backend, effort.repeats)
+    # rank 0 alone: ranks that share a CPU or a GPU would time each other
+    measured = ranks.agree(
+        lambda: [bench.time(*case) for case in stages.stage_plans(base, effort)] if ranks.is_leader else []
+    )
+    if ranks.is_leader:
+        profile = replace(fit(base, stages.COSTS, measured), name=args.name or args.out.stem)
+    whole = ranks.agree(
+        lambda: (
+            [bench.time(stages.WHOLE, plan) for plan in stages.whole_plans(profile, effort)] if ranks.is_leader else []
+        )
+    )
+    if ranks.is_leader:
+        console.print(measured_table(profile, [*measured, *whole]))
+        console.print(cost_table(base, profile))
+        console.print(
+            f"predictions are off by {median_error(profile, measured):.1%} (median of stages), "
+            f"{median_error(profile, whole):.1%} (of whole calls); {time.perf_counter() - started:.0f} s"
+        )
+    ranks.agree(lambda: _write(args.out, profile, base, device, backend, measured + whole) if ranks.is_leader else None)
+    console.print(f"written: {args.out}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _prepare(args: argparse.Namespace, device: torch.device) -> tuple[CostProfile, Backend, stages.Effort]:
+    """What is asked for, before anything runs; raises ValueError naming the option."""
+    kind = device.type
+    if args.out.suffix != ".json":
+        raise ValueError(f"--out must be a .json file, got {args.out}")
+    for option in ("head_dim", "tokens", "repeats"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise ValueError(f"--{option.replace('_', '-')} must be a positive int, got {value}")
+    effort = stages.Effort(
+        heads=tuple(map(_heads, args.heads or HEADS[kind].split())),
+        head_dim=args.head_dim,
+        num_tokens=args.tokens or TOKENS[kind],
+        repeats=args.repeats or REPEATS[kind],
+    )
+    backend = _backend(args.backend, device, args.head_dim)
+    base = find_profile(args.base or default_profile(kind), "--base")
+    workers = torch.cuda.get_device_properties(device).multi_processor_count if kind == "cuda" else 1
+    # what a call takes by default for bf16, and for float32
+    bits = {"cuda": 16, "cpu": 24}[kind]
+    return replace(base, workers=workers, opens=opens(backend), forget_bits=bits), backend, effort
+
+
+def _heads(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
+    qk, v = map(int, match.groups()) if match else (0, 0)
+    if not qk or v % qk:
+        raise ValueError(f"--heads must be QK/V, as 16/32, V a multiple of QK, got {text!r}")
+    return qk, v
+
+
+def _backend(name: str | None, device: torch.device, head_dim: int) -> Backend:
+    call: dict[str, Any] = {"dtype": torch.bfloat16 if device.type == "cuda" else torch.float32, "k_dim": head_dim}
+    call |= {"device": device, "v_dim": head_dim, "precision": "fast"}
+    if name is None and device.type == "cuda" and get_backend("hopper").rejection_reason(**call) is None:
+        name = "hopper"
+    return select_backend(name or "auto", **call)
+
+
+# ---- what it says
+
+
+def measured_table(profile: CostProfile, measurements: Sequence[Measurement]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="measured, and what the fitted costs predict")
+    for name in ("what", "case", "measured", "predicted", "off"):
+        table.add_column(name, justify="left" if name in ("what", "case") else "right")
+    for m in measurements:
+        table.add_row(m.what, m.case, seconds(m.seconds), seconds(m.predict(profile)), f"{m.off(profile):+.1%}")
+    return table
+
+
+def cost_table(base: CostProfile, profile: CostProfile) -> Table:
+    table = Table("cost", f"of {base.name}", "fitted", box=box.SIMPLE_HEAD, pad_edge=False)
+    before = base.costs()
+    for name, value in profile.costs().items():
+        same = value == before[name]
+        table.add_row(name, f"{before[name]:.4g}", "" if same else f"{value:.4g}", style="dim" if same else None)
+    return table
+
+
+def _write(
+    path: Path,
+    profile: CostProfile,
+    base: CostProfile,
+    device: torch.device,
+    backend: Backend,
+    measurements: Sequence[Measurement],
+) -> None:
+    what = f"{_device_name(device)}, backend {backend.name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    kept = [name for name, value in profile.costs().items() if value == base.costs()[name]]
+    source = {
+        "stages": f"gdncp.calibrate on {what}",
+        "not measured": f"{', '.join(kept)}: those of {base.name}",
+    }
+    rows = [[m.what, m.case, m.seconds, m.predict(profile)] for m in measurements]
+    costs = {name: _digits(value) for name, value in profile.costs().items()}
+    document = {"name": profile.name, "source": source, "costs": costs, "measured and predicted seconds": rows}
+    try:
+        store.write_json(path, document)
+    except OSError as error:
+        raise ValueError(f"--out {path}: {error}") from None
+
+
+def _digits(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()}, threads: {torch.get_num_threads()}"
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        sys.exit(main())
