@@ -102,7 +102,7 @@ def _forgotten(forgetting: dict[str, Any]) -> str:
 
 
 def stage_table(report: dict[str, Any]) -> Table:
-    """Per rank and stage the measured seconds and what the rank sent; below, the slowest beside the prediction."""
+    """Per rank and stage the measured seconds and what the rank sent; below, the slowest beside the slowest predicted."""
     stages, sent = report["stages"], report["sent"]
     table = _table("rank", *COLUMNS, "sent")
     totals = stages["total"]["measured_seconds"]
@@ -115,10 +115,12 @@ def stage_table(report: dict[str, Any]) -> Table:
     if len(totals) > 1:
         slowest = [seconds(max(stages[stage]["measured_seconds"])) for stage in COLUMNS]
         table.add_row("slowest", *slowest, in_bytes(sum(sent["bytes_sent"])) + " in all")
-    predicted = [stages[stage]["predicted_seconds"] for stage in STAGES]
-    if all(predicted) and any(map(any, predicted)):
-        cells = [seconds(max(of_ranks)) for of_ranks in predicted]
-        table.add_row("predicted", *cells, seconds(max(map(sum, zip(*predicted, strict=True)))), "", style="dim")
+    predicted = [max(stages[stage]["predicted_seconds"]) for stage in COLUMNS]
+    if any(predicted):
+        table.add_row("predicted", *map(seconds, predicted), f"by {report['plan']['profile']}", style="dim")
+        ratios = [stages[stage]["slowest_measured_over_predicted"] for stage in COLUMNS]
+        cells = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        table.add_row("measured / predicted", *cells, "", style="dim")
     return table
 
 

@@ -241,6 +241,7 @@ def describe_plan(plan: PrefillPlan) -> Report:
         "lanes_per_rank": plan.lanes_per_rank,
         "crosses_ranks": plan.crosses_ranks,
         "num_checkpoints": plan.num_checkpoints,
+        "profile": plan.profile.name,
     }
 
 
@@ -261,13 +262,14 @@ def _describe_rank(plan: PrefillPlan, ranks: Ranks, device: torch.device, transp
 def describe_time(plan: PrefillPlan, seconds: list[dict[str, float]]) -> Report:
     """Per stage what each rank took and what the cost model said; `seconds` is the slowest rank's total."""
     predicted = {**plan.predicted, "total": [sum(stages) for stages in zip(*plan.predicted.values(), strict=True)]}
-    stages = {
-        stage: {
-            "measured_seconds": [of_rank.get(stage, 0.0) for of_rank in seconds],
-            "predicted_seconds": list(predicted[stage]),
+    stages = {}
+    for stage in (*STAGES, "total"):
+        took, said = [of_rank.get(stage, 0.0) for of_rank in seconds], list(predicted[stage])
+        stages[stage] = {
+            "measured_seconds": took,
+            "predicted_seconds": said,
+            "slowest_measured_over_predicted": max(took) / max(said) if max(said) else None,
         }
-        for stage in (*STAGES, "total")
-    }
     slowest = max(of_rank["total"] for of_rank in seconds)
     return {"seconds": slowest, "tokens_per_second": plan.num_tokens_total / slowest, "stages": stages}
 

@@ -44,10 +44,13 @@ def test_one_rank_end_to_end(monkeypatch, tmp_path, capsys):
     stages = report["stages"]
     parts = [sum(stages[name]["predicted_seconds"]) for name in stages if name != "total"]
     assert stages["total"]["predicted_seconds"] == pytest.approx([sum(parts)])
+    for stage in stages.values():
+        (measured,), (predicted,) = stage["measured_seconds"], stage["predicted_seconds"]
+        assert stage["slowest_measured_over_predicted"] == pytest.approx(measured / predicted)
     assert report["backend"] == "torch"
     assert load_file(run_dir / "state_checkpoints.safetensors")["state_checkpoints"].shape == (4, 4, 32, 32)
     shown = capsys.readouterr().out
-    assert "kernels: torch" in shown.replace("\n", " ")
+    assert "kernels: torch" in shown.replace("\n", " ") and "measured / predicted" in shown and "by cpu" in shown
     assert "within tolerance" in shown and str(run_dir) in shown.replace("\n", "")
     assert run_here(monkeypatch, *arguments) == 1, "results of two runs must not mix"
     assert "already holds a run" in capsys.readouterr().out
