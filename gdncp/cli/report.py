@@ -102,7 +102,7 @@ def _forgotten(forgetting: dict[str, Any]) -> str:
 
 
 def stage_table(report: dict[str, Any]) -> Table:
-    """Per rank and stage the measured seconds and what the rank sent; below, the slowest beside the slowest predicted."""
+    """Per rank and stage the measured seconds and what the rank sent; below, the slowest beside the prediction."""
     stages, sent = report["stages"], report["sent"]
     table = _table("rank", *COLUMNS, "sent")
     totals = stages["total"]["measured_seconds"]
