@@ -33,9 +33,7 @@ __all__ = [
     "select_backend",
 ]
 
-# In the order in which "auto" asks them.
-_AUTO = ("triton", "torch")
-_OURS = ("hopper", *_AUTO)
+_OURS = ("hopper", "triton", "torch")  # in the order in which "auto" asks them on a GPU
 _PEERS = ("flashinfer", "fla", "flash_qla", "cudnn")
 BACKEND_NAMES = ("auto", *_OURS, *_PEERS)
 
@@ -63,7 +61,9 @@ def get_backend(name: str) -> Backend:
 def select_backend(
     name: str, *, device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: int, precision: Precision
 ) -> Backend:
-    """The backend that runs such a call.  "auto" takes the first of ours that can; a named one that cannot raises.
+    """The backend that runs such a call.  A named one that cannot raises with the reason.
+
+    "auto" takes the first of ours that can: on a GPU of hopper, triton and torch, on a CPU torch.
 
     Raises ValueError with the reason, and NotImplementedError for a device that no backend serves.
     """
@@ -75,7 +75,7 @@ def select_backend(
         raise ValueError(f"backend {name!r} is another library's engine and not available in this version of gdncp")
     reasons = []
     # the interpreter runs Triton on a CPU for tests, at a speed that no caller of "auto" wants
-    candidates = (name,) if name != "auto" else _AUTO if device.type == "cuda" else ("torch",)
+    candidates = (name,) if name != "auto" else _OURS if device.type == "cuda" else ("torch",)
     for candidate in candidates:
         backend = get_backend(candidate)
         reason = backend.rejection_reason(device=device, dtype=dtype, k_dim=k_dim, v_dim=v_dim, precision=precision)

