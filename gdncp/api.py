@@ -66,7 +66,7 @@ def summarise(
             exchange after stage 4.
         output, output_state, state_checkpoints: preallocated results [T, H, V] (dtype of q), [N, H, V, K] and
             [len(plan.checkpoint_rows(rank)), H, V, K] (any state dtype).  None: allocated, states in fp32 and zeros.
-        backend: "auto" (on a GPU the first of hopper, triton and torch that can run the call, else torch), or one by name.
+        backend: "auto" (on a GPU the first of hopper, triton and torch that can run the call), or one by name.
         precision: "fast" (tensor cores on the input dtype, fp32 accumulation) or "high" (fp32 arithmetic).
         forget_below: a CP chunk and head whose gates leave less than this share of the state that enters drops its
             transition; what that costs is bounded (`gdncp.forgetting`).  None: 2⁻²⁴ for float32 and "high", else 2⁻¹⁶.

@@ -75,7 +75,7 @@ def chunk_gated_delta_rule(
         use_cp: "auto" by predicted time; True the staged path; False every sequence in one piece.
         state_indices: [N] int32/int64 pool slot per sequence, unique.  No other row is touched.
         _cp_chunk_len: tokens in a CP chunk, a multiple of 64; implies the staged path unless `use_cp=False`.
-        backend: "auto" (on a GPU the first of hopper, triton and torch that can run the call, else torch), or one by name.
+        backend: "auto" (on a GPU the first of hopper, triton and torch that can run the call), or one by name.
             A named one that cannot run raises with the reason.
         max_seqlen: upper bound on the longest sequence, ceil(T/N) ... T.  Never costs a token if it is too small.
         gate_space: "linear" or "log": what `g` holds.
