@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import gdncp
-from gdncp.bench.cases import GATES, PRESETS, Case, Shape, Tokens
+from gdncp.bench.cases import COMPARED, GATES, PRESETS, Case, Shape, Tokens
 from gdncp.bench.timing import Clock, clock_of
 from gdncp.plan.choose import typical_half_lives
 from gdncp.plan.layout import Grid
@@ -184,7 +184,7 @@ def verdict(rows: Sequence[dict[str, Any]], chosen: Grid) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=PRESETS["peers-h200"].shapes)
-    parser.add_argument("--gates", nargs="+", choices=tuple(GATES), default=tuple(GATES))
+    parser.add_argument("--gates", nargs="+", choices=tuple(GATES), default=COMPARED)
     parser.add_argument("--grids", nargs="+", help="auto, CP_CHUNK_LEN or FIRST+CP_CHUNK_LEN")
     parser.add_argument("--backend", default="hopper")
     parser.add_argument("--device", default="cuda")

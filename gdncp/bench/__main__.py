@@ -39,7 +39,8 @@ def parser() -> argparse.ArgumentParser:
     presets = "; ".join(f"{name}: {preset.what}" for name, preset in PRESETS.items())
     p.add_argument("--preset", choices=PRESETS, default="quick", help=f"shapes, gates and engines. {presets}")
     p.add_argument("--shapes", nargs="+", help="instead, as TOKENSxSEQUENCES:QK_HEADS/V_HEADS")
-    p.add_argument("--gates", nargs="+", choices=GATES, help="instead; forget: half-lives of 4 to 16384 tokens, one: 1")
+    gates = "forget: half-lives of 4 to 16384 tokens, one: 1, layer: as a fresh layer has them"
+    p.add_argument("--gates", nargs="+", choices=GATES, help=f"instead; {gates}")
     names = ", ".join(engine.name for engine in all_engines())
     p.add_argument("--engines", nargs="+", help=f"instead, among {names}; a library's name means all its modes")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

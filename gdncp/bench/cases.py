@@ -69,7 +69,8 @@ class Shape:
 
 
 # Gate kinds by name, and the words for them in tables.
-GATES = {"forget": "gates that forget", "one": "gates ≈ 1"}
+GATES = {"forget": "gates that forget", "one": "gates ≈ 1", "layer": "gates of a fresh layer"}
+COMPARED = ("forget", "one")  # where engines are compared on one GPU
 HALF_LIVES = (4.0, 16384.0)  # tokens; "forget": per head, log-spaced between these
 
 
@@ -140,18 +141,34 @@ class Case:
         v = normal(s.num_v_heads).to(self.dtype)
         if self.gates == "one":
             log_alpha = torch.zeros(t, s.num_state_heads, device=self.device)
+        elif self.gates == "layer":
+            log_alpha = self._fresh_layer(random)
         else:
             low, high = (math.log10(x) for x in HALF_LIVES)
             half_lives = torch.logspace(low, high, s.num_state_heads, device=self.device)
             log_alpha = -(math.log(2) / half_lives) * 2 * uniform()
         return Tokens(q, k, v, log_alpha, log_alpha.exp(), uniform())
 
+    def _fresh_layer(self, random: torch.Generator) -> torch.Tensor:
+        """log alpha [T, H] as a layer initialises it: −A·softplus(a + dt_bias), per head A uniform in 1 ... 16 and
+        softplus(dt_bias) log-uniform in 0.001 ... 0.1; a is normal."""
+        heads = self.shape.num_state_heads
+
+        def uniform() -> torch.Tensor:
+            return torch.rand(heads, generator=random, device=self.device)
+
+        low, high = math.log(0.001), math.log(0.1)
+        a, dt = 1 + 15 * uniform(), torch.exp(low + (high - low) * uniform())
+        dt_bias = dt + torch.log(-torch.expm1(-dt))  # softplus's inverse
+        shift = torch.randn(self.shape.num_tokens, heads, generator=random, device=self.device)
+        return -a * torch.nn.functional.softplus(shift + dt_bias)
+
 
 @dataclass(frozen=True)
 class Preset:
     what: str
     shapes: tuple[str, ...]
-    gates: tuple[str, ...] = tuple(GATES)
+    gates: tuple[str, ...] = COMPARED
     engines: tuple[str, ...] = ("hopper", "triton", "flashinfer", "flashqla", "fla")
     stages: bool = False  # time the stages of ours, too
 

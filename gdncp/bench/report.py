@@ -18,6 +18,8 @@ from typing import Any
 from gdncp import store
 from gdncp.bench import tables
 from gdncp.bench.cases import CHUNK, GATES, HALF_LIVES
+from gdncp.bench.multi_gpu import merge
+from gdncp.bench.multi_gpu.page import sections
 from gdncp.bench.run import SCHEMA
 from gdncp.bench.tables import Comparison, Grid
 
@@ -49,14 +51,18 @@ def page(results: Mapping[str, dict[str, Any]], notes: str = "") -> str:
     """The page from documents by file name.  ValueError for a document of another schema, or none at all."""
     if not results:
         raise ValueError("there are no results to report")
-    for name, found in results.items():
-        if found.get("schema") != SCHEMA:
-            raise ValueError(f"{name} has schema {found.get('schema')}; only {SCHEMA} is read")
+    several = {name: found for name, found in results.items() if found.get("kind") == merge.KIND}
+    results = {name: found for name, found in results.items() if name not in several}
+    for documents, schema in ((results, SCHEMA), (several, merge.SCHEMA)):
+        for name, found in documents.items():
+            if found.get("schema") != schema:
+                raise ValueError(f"{name} has schema {found.get('schema')}; only {schema} is read")
     parts = [HEAD.rstrip()]
     for kind, words in GATES.items():
         grid = _against_peers(results, kind)
         if grid.rows:
             parts.append(f"## {words[0].upper()}{words[1:]}\n\n{tables.markdown_table(grid)}")
+    parts += sections(several)
     if notes.strip():
         parts.append(notes.strip())
     for name, found in results.items():

@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# Run gdncp on the GPUs of one host and its peers beside it, unattended and without network, in under 8 minutes from a
+# bare machine:
+#
+#   bash bench/multi_gpu.sh OUT [SITE ...]
+#
+# OUT gets multi_gpu.json and multi_gpu.md; OUT/parts has a JSON and the traces of each part, OUT/logs its output.  Each
+# SITE is a folder of installed packages with peers in it, earlier ones win (as for bench/h200.sh): flash-qla,
+# flash-linear-attention, flashinfer-python.  Every part is a process tree with a time limit of its own; one that fails
+# is recorded, and the next one runs.
+# Environment: PYTHON (python3, one that has torch), WORLD (ranks; the visible GPUs, or 2), BACKEND (nccl where there are
+# GPUs; gloo lets ranks share one), PRESET (h200, or tiny without a GPU), PARTS ("checks times peers links killed"),
+# SCALE (percent of the time limits, 100), COMMIT (what is measured).
+set -uo pipefail
+repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+out="${1:?usage: bash bench/multi_gpu.sh OUT [SITE ...]}"
+shift
+mkdir -p "$out/parts" "$out/logs"
+out="$(cd "$out" && pwd)"
+begun=$SECONDS
+
+paths="$repo:$repo/kernels"
+for site in "$@"; do
+    [ -d "$site" ] || { echo "error: no folder $site" >&2; exit 2; }
+    site="$(cd "$site" && pwd)"
+    paths="$paths:$site"
+    # CUTLASS's Python packages come one level down and are found through a .pth file, which PYTHONPATH does not read
+    if [ -d "$site/nvidia_cutlass_dsl/dsl_packages" ]; then paths="$paths:$site/nvidia_cutlass_dsl/dsl_packages"; fi
+done
+export PYTHONPATH="$paths${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export TILELANG_DEFAULT_TARGET="${TILELANG_DEFAULT_TARGET:-{\"kind\":\"cuda\",\"arch\":\"sm_90a\"\}}" # FlashQLA's compiler
+export TILELANG_PRINT_ON_COMPILATION=0 FLA_FLASH_QLA=0 FLA_TILELANG=0 # FLA runs its own kernels
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 # NVLink multicast stays off
+# one host, which need not be able to look up its own name
+export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-lo}"
+
+python="${PYTHON:-python3}"
+gpus="$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')" || exit 2
+world="${WORLD:-$((gpus > 0 ? gpus : 2))}"
+if [ "$gpus" -gt 0 ]; then backend="${BACKEND:-nccl}" preset="${PRESET:-h200}"; else backend="${BACKEND:-gloo}" preset="${PRESET:-tiny}"; fi
+parts="${PARTS:-checks times peers links killed}"
+arguments=(--out "$out" --preset "$preset" --backend "$backend")
+cd "$repo" || exit 2
+
+limit() { echo $(($1 * ${SCALE:-100} / 100)); }
+torchrun() { # SECONDS PART: the part on all ranks; nothing new is begun in the last fifteen seconds
+    timeout --kill-after=5 "$1" "$python" -m torch.distributed.run --nnodes=1 --nproc-per-node="$world" \
+        --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --local-addr=127.0.0.1 \
+        -m gdncp.bench.multi_gpu "$2" "${arguments[@]}" --budget "$(($1 > 30 ? $1 - 15 : $1 / 2))"
+}
+part() { # NAME SECONDS
+    case " $parts " in *" $1 "*) ;; *) return ;; esac
+    local seconds code
+    seconds="$(limit "$2")"
+    rm -f "$out/parts/$1.json" "$out/parts/$1.rc"
+    if [ "$1" = killed ]; then
+        timeout --kill-after=5 "$seconds" "$python" -m gdncp.bench.multi_gpu killed "${arguments[@]}" --world-size "$world"
+    else
+        torchrun "$seconds" "$1"
+    fi > >(tee "$out/logs/$1.log" | grep --line-buffered -E "^ *[0-9.]+ s  |^killed") 2> "$out/logs/$1.err"
+    code=$?
+    echo "$code" > "$out/parts/$1.rc"
+    echo "$1: exit code $code, $((SECONDS - begun)) s so far"
+    if [ "$code" -ne 0 ]; then tail -n 5 "$out/logs/$1.err" >&2; fi
+}
+
+# peers compile while correctness, which is not timed, is looked at
+prepare=
+case " $parts " in *" peers "*)
+    if [ "$gpus" -gt 0 ]; then
+        FLA_CACHE_RESULTS=0 torchrun "$(limit 110)" prepare > "$out/logs/prepare.log" 2> "$out/logs/prepare.err" &
+        prepare=$!
+    fi ;;
+esac
+part checks 100
+if [ -n "$prepare" ]; then
+    wait "$prepare"
+    echo "peers prepared: exit code $?, $((SECONDS - begun)) s so far"
+fi
+part times 170
+part peers 110
+part links 35
+part killed 75
+"$python" -m gdncp.bench.multi_gpu merge --out "$out" ${COMMIT:+--commit "$COMMIT"}
+code=$?
+echo "$((SECONDS - begun)) s in all; exit code $code"
+exit "$code"

@@ -1,0 +1,111 @@
+"""Chrome traces of a few calls, one file a rank, and what they say: NCCL's kernels and what ran beside them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gdncp.bench.cases import Case, Shape
+from gdncp.bench.multi_gpu.book import Book
+from gdncp.bench.multi_gpu.clock import RankClock
+from gdncp.bench.multi_gpu.ours import Planned
+from gdncp.bench.multi_gpu.presets import GATES, Preset
+
+CALLS = 3
+Span = tuple[float, float]  # start and end, µs
+
+
+def run(book: Book, preset: Preset) -> None:
+    """Of the first heads and the preset's length, eager and captured, for each kind of gates."""
+    ranks = book.ranks
+    if not ranks.captures:
+        book.skip("traces", "they are of NCCL's kernels")
+        return
+    clock = RankClock(ranks.group, ranks.device)
+    for gates in GATES:
+        name = f"trace, {gates}"
+        if not book.room_for(name):
+            continue
+        with book.failures_of(name):
+            case = Case(
+                Shape(preset.trace_tokens, 1, *preset.heads[0], preset.head_dim), gates, preset.dtype, ranks.device
+            )
+            ours = Planned(ranks, case, [case.tokens(seed=1)], preset, ranks.size)
+            (call,) = ours.calls
+            call()
+            for kind, again in (("captured", clock.capture(call)), ("eager", call)):
+                path = book.folder / f"trace_{gates}_{kind}.rank{ranks.rank}.json.gz"
+                record(clock, again, path)
+                found = ranks.together(exchange_of(read_kernels(path), CALLS))
+                book.add("traces", {"tokens": preset.trace_tokens, "gates": gates, "kind": kind, "ranks": found})
+                book.say(f"{name}, {kind}: {found[0]}")
+
+
+def record(clock: RankClock, call: Callable[[], Any], path: Path) -> None:
+    """A few calls, each after an alignment, whose own kernel is told from the call's by coming before its marker."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    for measured in (False, True):  # the first one loads the profiler
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(CALLS if measured else 1):
+                clock.align()
+                call()
+                torch.cuda.synchronize()
+    profile.export_chrome_trace(str(path))
+
+
+def read_kernels(path: Path) -> list[tuple[str, Span]]:
+    """(name, span) of every kernel and copy on the device, in order of their starts."""
+    with gzip.open(path, "rt") as text:
+        events = json.load(text)["traceEvents"]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    found = [(e["name"], (float(e["ts"]), float(e["ts"]) + float(e["dur"]))) for e in events if e.get("cat") in kinds]
+    return sorted(found, key=lambda kernel: kernel[1])
+
+
+def exchange_of(kernels: list[tuple[str, Span]], num_calls: int) -> dict[str, float]:
+    """Per call, in µs: NCCL's kernels, how much of that other kernels run beside, the rest, and the call as a whole.
+
+    A call begins after the alignment: `_sleep`'s kernel, then one of NCCL's.  NCCL's kernels wait for the peer, and
+    that wait is in these figures.
+    """
+    calls: list[list[tuple[str, Span]]] = []
+    for name, span in kernels:
+        if "spin" in name or "sleep" in name:
+            calls.append([])
+        elif calls:
+            calls[-1].append((name, span))
+    nccl = beside = whole = 0.0
+    for call in calls:
+        first = next((i for i, (name, _) in enumerate(call) if is_nccl(name)), None)
+        inside = [] if first is None else call[first + 1 :]
+        if not inside:
+            continue
+        exchanges, others = _union(s for n, s in inside if is_nccl(n)), _union(s for n, s in inside if not is_nccl(n))
+        nccl += sum(b - a for a, b in exchanges)
+        beside += _overlap(exchanges, others)
+        whole += max(b for _, (_, b) in inside) - min(a for _, (a, _) in inside)
+    n = max(1, num_calls)
+    return {"nccl_us": nccl / n, "overlapped_us": beside / n, "exposed_us": (nccl - beside) / n, "call_us": whole / n}
+
+
+def is_nccl(name: str) -> bool:
+    return "nccl" in name.lower()
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    merged: list[Span] = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _overlap(first: list[Span], second: list[Span]) -> float:
+    return sum(max(0.0, min(b, d) - max(a, c)) for a, b in first for c, d in second)
