@@ -100,6 +100,8 @@ def fixup(summary: Summary) -> EntryStates:
     """Stage 3: the state that enters each CP chunk, by the plan's fixup.  A collective: every rank calls it.
 
     Nothing is sent where no sequence crosses ranks.  Raises RuntimeError, naming stage and strategy, if a peer fails.
+    On CUDA and with `entry_late` the exchange is under way on a stream of its own when this returns: `finish` must
+    follow, which joins it.
     """
     return stages.fixup(summary)
 

@@ -14,7 +14,7 @@ import torch
 
 from gdncp.backends.base import AffineMaps, Fold, FoldRuns
 from gdncp.plan import PrefillPlan, RankPlan
-from gdncp.work import WorkTable, from_cu_seqlens, from_rank_plan, upload
+from gdncp.work import WorkTable, from_cu_seqlens, from_rank_plan, num_stand_ins, stand_in_rows, upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,10 @@ class Layout:
     final_sequences: torch.Tensor  # [num_final] final-state row -> sequence
     starts_all: bool = False  # first_sequences are all sequences, in order
     ends_all: bool = False  # so are final_sequences
-    runs: FoldRuns | None = None  # the local fixup, where no sequence crosses ranks
+    runs: FoldRuns | None = None  # what is folded without an exchange; None: nothing is
+    has_early: bool = False  # stage 4 of some items, or of some of their heads, need not wait for the exchange,
+    has_late: bool = True  # and of others it has to
+    num_stand_ins: int = 0  # rows of the entry states behind those of items, see `stand_in_rows`
     num_sequence_items: torch.Tensor | None = None  # [N] CP chunks per sequence, where only the device knows
     max_sequence_items: int = 1
 
@@ -83,7 +86,7 @@ def layout_of_plan(plan: PrefillPlan, rank: int, device: torch.device) -> Layout
 
 
 def _build(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
-    share = plan.rank_plan(rank)
+    share, late = plan.rank_plan(rank), plan.finish == "entry_late"
     first = [(row, chunk.sequence) for row, chunk in enumerate(share.items) if chunk.is_first]
     rows = upload(
         {
@@ -94,8 +97,15 @@ def _build(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
         device,
     )
     return Layout(
-        runs=None if plan.crosses_ranks else _runs(share, device),
-        tables=tuple(from_rank_plan(share, lane, device) for lane in range(len(share.lanes)) if share.lanes[lane]),
+        runs=_runs(share, device) if late or not plan.crosses_ranks else None,
+        has_early=late and any(s.previous is None or s.num_items > 1 for s in share.segments),
+        has_late=not late or any(s.previous is not None for s in share.segments),
+        num_stand_ins=num_stand_ins(share) if late else 0,
+        tables=tuple(
+            from_rank_plan(share, lane, device, with_early=late)
+            for lane in range(len(share.lanes))
+            if share.lanes[lane]
+        ),
         num_items=len(share.items),
         num_maps=share.num_maps,
         num_checkpoints=len(share.checkpoints),
@@ -109,12 +119,13 @@ def _build(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
 
 
 def _runs(share: RankPlan, device: torch.device) -> FoldRuns:
+    rows = dict(zip(share.segments, stand_in_rows(share), strict=True))
     segments = [s for s in share.segments if s.num_items > 1]
     columns = {
-        "entry_row": [s.first_item for s in segments],
+        "entry_row": [rows[s] for s in segments],
         "map_row": [share.map_rows[s.first_item] for s in segments],
         "num_steps": [s.num_items - 1 for s in segments],
-        "starts": [1] * len(segments),  # a sequence lies on one rank, so it is one segment
+        "starts": [1 if s.previous is None else -1 for s in segments],
     }
     return FoldRuns(num_runs=len(segments), **upload(columns, device))
 

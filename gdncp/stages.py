@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from gdncp import collectives, states
 from gdncp.backends import AffineMaps, Backend, Sinks, TokenInputs
-from gdncp.backends.base import OpeningBackend, StateBackend, folds_runs, moves_states, opens
+from gdncp.backends.base import Part, StateBackend, folds_runs, moves_states, opens
 from gdncp.layout import Layout, fold_on_device
 from gdncp.plan import PrefillPlan
 from gdncp.plan.cost import STAGES as STAGES
@@ -77,7 +77,7 @@ class Summary:
 
     call: Call
     tiles: tuple[Any, ...]  # per lane, the backend's own
-    # [items (+ 1 spare), H, V, K] fp32; rows that start a sequence are filled unless `call.skips_starts`
+    # [items (+ 1 spare, or stand-ins), H, V, K] fp32; rows that start a sequence are filled unless `call.skips_starts`
     entry_states: torch.Tensor
     maps: AffineMaps | None  # None: no sequence has two CP chunks
     sinks: Sinks  # of stage 4; what an `OpeningBackend` makes early is there already
@@ -89,13 +89,22 @@ class EntryStates:
 
     summary: Summary
     stats: collectives.FixupStats
+    maps: AffineMaps | None = None  # as the exchange saw them, where stage 4 is in two parts
+    exchange: torch.cuda.Stream | None = None  # where the exchange is under way; None: it is over for this stream
 
     @property
     def states(self) -> torch.Tensor:
-        """[items (+ 1 spare), H, V, K] fp32."""
+        """[items (+ other rows), H, V, K] fp32."""
+        self.wait()
         if self.summary.call.skips_starts:
             _load_starts(self.summary.call, self.summary.entry_states)
         return self.summary.entry_states
+
+    def wait(self) -> None:
+        """Make the current stream wait for the exchange."""
+        if self.exchange is not None:
+            torch.cuda.current_stream(self.exchange.device).wait_stream(self.exchange)
+            self.exchange = None
 
 
 @dataclass(eq=False)
@@ -111,7 +120,10 @@ class PrefillResult:
 
     @property
     def timings(self) -> dict[str, float]:
-        """Seconds per stage, for a call with `timed=True`; waits for the device."""
+        """Seconds per stage, for a call with `timed=True`; waits for the device.
+
+        Of an exchange that runs beside stage 4, "state_fixup" is what stage 4 waited for it.
+        """
         return self.timer.seconds()
 
 
@@ -143,7 +155,7 @@ class StageTimer:
 
     def __init__(self, *, enabled: bool, device: torch.device):
         self._enabled, self._device, self._cuda = enabled, device, device.type == "cuda"
-        self._marks: dict[str, tuple[Any, Any]] = {}
+        self._marks: list[tuple[str, Any, Any]] = []  # a stage may be in parts
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -159,13 +171,16 @@ class StageTimer:
     def _measured(self, name: str) -> Iterator[None]:
         start = self._now()
         yield
-        self._marks[name] = (start, self._now())
+        self._marks.append((name, start, self._now()))
 
     def seconds(self) -> dict[str, float]:
-        if not self._cuda:
-            return {name: stop - start for name, (start, stop) in self._marks.items()}
-        torch.cuda.synchronize(self._device)
-        return {name: start.elapsed_time(stop) / 1e3 for name, (start, stop) in self._marks.items()}
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+        seconds: dict[str, float] = {}
+        for name, start, stop in self._marks:
+            took = start.elapsed_time(stop) / 1e3 if self._cuda else stop - start
+            seconds[name] = seconds.get(name, 0.0) + took
+        return seconds
 
 
 @without_gradients
@@ -173,7 +188,8 @@ def summarise(call: Call) -> Summary:
     """Stages 1 and 2 on every lane."""
     layout, device = call.layout, call.inputs.q.device
     spare = layout.num_sequence_items is not None
-    entry_states = torch.empty((layout.num_items + spare, *call.state_shape), dtype=torch.float32, device=device)
+    rows = layout.num_items + layout.num_stand_ins + spare
+    entry_states = torch.empty((rows, *call.state_shape), dtype=torch.float32, device=device)
     if not call.skips_starts:
         _load_starts(call, entry_states)
 
@@ -189,18 +205,13 @@ def summarise(call: Call) -> Summary:
 
             def reduce(lane: int, table: WorkTable) -> None:
                 arguments = (call.inputs, tiles[lane], table, entry_states, maps, call.forget_below)
-                if (backend := _opening(call)) is not None:
-                    backend.precompute_mn_and_open(*arguments, sinks)
+                if opens(call.backend):
+                    call.backend.precompute_mn_and_open(*arguments, sinks)
                 else:
                     call.backend.precompute_mn(*arguments)
 
             _on_lanes(call, reduce)
     return Summary(call, tiles, entry_states, maps, sinks)
-
-
-def _opening(call: Call) -> OpeningBackend | None:
-    """The backend, where stage 2 is to open sequences."""
-    return call.backend if opens(call.backend) and (call.plan is None or call.plan.opens) else None
 
 
 def _load_starts(call: Call, entry_states: torch.Tensor) -> None:
@@ -241,35 +252,82 @@ _LOCAL = collectives.FixupStats("local")
 @without_gradients
 def fixup(summary: Summary) -> EntryStates:
     """Stage 3: every entry state, across lanes and ranks.  A data collective only where something crosses ranks."""
-    call, maps, runs = summary.call, summary.maps, summary.call.layout.runs
-    stats = _LOCAL
+    call, plan, maps = summary.call, summary.call.plan, summary.maps
     with call.timer.stage("state_fixup"):
-        fold = call.backend.fold
-        if runs is not None and folds_runs(fold):
-            if maps is not None:
-                fold.fold_runs(maps, summary.entry_states, runs)
-        elif call.plan is None:
-            if maps is not None:
-                fold_on_device(call.layout, maps, summary.entry_states, fold)
-        else:
-            if maps is None:  # a rank may pass nothing on and still receive
-                heads, v_dim, k_dim = call.state_shape
-                maps = AffineMaps.empty(0, heads, k_dim, v_dim, call.inputs.q.device)
-            stats = collectives.state_fixup(call.plan, call.rank, maps, summary.entry_states, fold, call.group)
-    return EntryStates(summary, stats)
+        if plan is None or not plan.crosses_ranks:
+            _fold_here(summary)
+            return EntryStates(summary, _LOCAL)
+        if maps is None:  # a rank may pass nothing on and still receive
+            heads, v_dim, k_dim = call.state_shape
+            maps = AffineMaps.empty(0, heads, k_dim, v_dim, call.inputs.q.device)
+        device, stream = call.inputs.q.device, None
+        if plan.finish == "entry_late" and device.type == "cuda":
+            stream = _exchange_stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+        with nullcontext() if stream is None else torch.cuda.stream(stream):  # first, so that peers need not wait
+            stats = collectives.state_fixup(plan, call.rank, maps, summary.entry_states, call.backend.fold, call.group)
+        if plan.finish == "entry_late":
+            _fold_here(summary)
+    return EntryStates(summary, stats, maps, stream)
+
+
+def _fold_here(summary: Summary) -> None:
+    """The entry states that need no exchange: all, or with `entry_late` those of `EarlyTable`."""
+    call, maps, runs = summary.call, summary.maps, summary.call.layout.runs
+    if maps is None:
+        return
+    fold = call.backend.fold
+    if runs is not None and folds_runs(fold):
+        fold.fold_runs(maps, summary.entry_states, runs)
+    elif call.plan is None:
+        fold_on_device(call.layout, maps, summary.entry_states, fold)
+    else:
+        collectives.fold_here(call.plan, call.rank, maps, summary.entry_states, fold)
+
+
+_EXCHANGE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _exchange_stream(device: torch.device) -> torch.cuda.Stream:
+    """Of high priority: what an exchange waits for, and folds, must not queue behind the programs of stage 4."""
+    if device not in _EXCHANGE_STREAMS:
+        _EXCHANGE_STREAMS[device] = torch.cuda.Stream(device, priority=-1)
+    return _EXCHANGE_STREAMS[device]
 
 
 @without_gradients
 def finish(entry: EntryStates) -> PrefillResult:
-    """Stage 4 on every lane, then states and checkpoints in the caller's dtypes."""
+    """Stage 4 on every lane, then states and checkpoints in the caller's dtypes.
+
+    With `entry_late` in two parts, of which the first does not wait for the exchange.
+    """
     summary = entry.summary
     call, layout, sinks = summary.call, summary.call.layout, summary.sinks
     backend, entry_states, destination = call.backend, summary.entry_states, call.states.destination
     run = backend.cp_prefill
-    if summary.maps is not None and (opening := _opening(call)) is not None:
-        run = opening.cp_prefill_after_opening
-    with call.timer.stage("cp_prefill"):
-        _on_lanes(call, lambda lane, table: run(call.inputs, summary.tiles[lane], table, entry_states, sinks))
+    if opens(backend) and summary.maps is not None:
+        run = backend.cp_prefill_after_opening
+    in_parts = layout.has_early and layout.has_late
+
+    def stage_4(early: bool) -> None:
+        part = None
+        if in_parts:
+            assert entry.maps is not None
+            part = Part(early, entry.maps)
+
+        def on_lane(lane: int, table: WorkTable) -> None:
+            table = table.before_exchange if early else table
+            run(call.inputs, summary.tiles[lane], table, entry_states, sinks, part)
+
+        with call.timer.stage("cp_prefill"):
+            _on_lanes(call, on_lane)
+
+    if layout.has_early:
+        stage_4(early=True)
+    with call.timer.stage("state_fixup"):
+        entry.wait()
+    if layout.has_late:
+        stage_4(early=False)
     if sinks.checkpoints is not None and sinks.checkpoints is not call.checkpoints:
         assert call.checkpoints is not None
         call.checkpoints.copy_(sinks.checkpoints[:-1])

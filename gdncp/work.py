@@ -34,6 +34,22 @@ class HostTable:
 
 
 @dataclass(frozen=True, eq=False)
+class EarlyTable:
+    """What is known of each item's entry state before anything comes from another rank; [num_items] int64 each.
+
+    Where the sequence starts on this rank: all.  Elsewhere what follows, on this rank, a map that dropped its
+    transition, which is for the device to see, per head: the fold that finds it starts from zeros and goes to rows of
+    its own (`stand_in_rows`), which hold nothing of use for the other heads.
+    """
+
+    row: torch.Tensor  # in the rank's entry states; < 0: zeros
+    maps_start: (
+        torch.Tensor
+    )  # rows [maps_start, maps_stop) of the rank's maps lead from the segment's start to the item;
+    maps_stop: torch.Tensor  # maps_start < 0: the sequence starts on this rank
+
+
+@dataclass(frozen=True, eq=False)
 class WorkTable:
     """Items are CP chunks.  All tensors int64, on one device.
 
@@ -68,15 +84,42 @@ class WorkTable:
     checkpoint_row: torch.Tensor  # [num_checkpoints] row in `Sinks.checkpoints`
     checkpoint_start: torch.Tensor  # [num_items + 1] the item's first checkpoint
     host: HostTable | None  # None: built on the device
+    early: EarlyTable | None = None  # only where stage 4 does not wait for the exchange as a whole
     prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # backends' launches over this table
 
     @cached_property
     def from_zeros(self) -> WorkTable:
         """The same work where no sequence has an initial state, for backends with `exact_rows`."""
-        return replace(self, item_row=self.entering_row)
+        early = self.early
+        if early is not None:
+            early = replace(early, row=torch.where(self.entering_row < 0, -1, early.row))
+        return replace(self, item_row=self.entering_row, early=early)
+
+    @cached_property
+    def before_exchange(self) -> WorkTable:
+        """The same work from the entry states that are known before the exchange."""
+        assert self.early is not None
+        return replace(self, item_row=self.early.row)
 
 
-def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> WorkTable:
+def stand_in_rows(rank_plan: RankPlan) -> tuple[int, ...]:
+    """Per segment of the rank the row of its first item among the entry states that are known before the exchange.
+
+    Its other items follow.  Segments that start a sequence have their own rows; of the others, whose first item is not
+    known, the rest have rows behind those of all items.
+    """
+    rows, behind = [], len(rank_plan.items)
+    for segment in rank_plan.segments:
+        rows.append(segment.first_item if segment.previous is None else behind - 1)
+        behind += 0 if segment.previous is None else segment.num_items - 1
+    return tuple(rows)
+
+
+def num_stand_ins(rank_plan: RankPlan) -> int:
+    return sum(s.num_items - 1 for s in rank_plan.segments if s.previous is not None)
+
+
+def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device, with_early: bool = False) -> WorkTable:
     """The exact table of one lane.  Copies to the device without waiting for it."""
 
     def opens(chunk: CpChunk) -> bool:
@@ -116,6 +159,7 @@ def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> Work
     }
     tensors = upload(columns, device)
     return WorkTable(
+        early=EarlyTable(**upload(_early_columns(rank_plan, items), device)) if with_early else None,
         num_items=len(items),
         num_chunks=sum(num_chunks),
         max_chunks=max(num_chunks, default=0),
@@ -129,6 +173,19 @@ def from_rank_plan(rank_plan: RankPlan, lane: int, device: torch.device) -> Work
             checkpoint_tokens=tuple(columns["checkpoint_tokens"]),
         ),
     )
+
+
+def _early_columns(rank_plan: RankPlan, items: list[int]) -> dict[str, list[int]]:
+    """Of `EarlyTable`, for these items of the rank."""
+    of_item = []  # of all of the rank's
+    for segment, row in zip(rank_plan.segments, stand_in_rows(rank_plan), strict=True):
+        first = rank_plan.map_rows[segment.first_item]  # −1 where no map is asked for, as the segment has one item
+        for i in range(segment.num_items):
+            of_item.append(
+                (row + i, -1, -1) if segment.previous is None else (row + i, max(first, 0), max(first, 0) + i)
+            )
+    names = ("row", "maps_start", "maps_stop")
+    return {name: [of_item[item][column] for item in items] for column, name in enumerate(names)}
 
 
 def upload(columns: dict[str, list[int]], device: torch.device) -> dict[str, torch.Tensor]:

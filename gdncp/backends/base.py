@@ -140,6 +140,23 @@ class Sinks:
             self.checkpoint_dump = self.checkpoints.shape[0] - 1
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One of two launches of stage 4 that share the (item, head) pairs of a table, see `EarlyTable`."""
+
+    early: bool  # the pairs whose entry state is known before the exchange; else the others
+    maps: AffineMaps  # the rank's; `forgot` tells the pairs apart
+
+    def pairs(self, table: WorkTable) -> torch.Tensor:
+        """[num_items, H] bool."""
+        assert table.early is not None
+        forgot = self.maps.forgot.cumsum(0)  # so many maps up to a row
+        forgot = torch.cat([forgot.new_zeros(1, forgot.shape[1]), forgot])
+        start, stop = table.early.maps_start, table.early.maps_stop
+        known = (start < 0)[:, None] | (forgot[stop.clamp(min=0)] > forgot[start.clamp(min=0)])
+        return known if self.early else ~known
+
+
 class Fold(Protocol):
     """state · transition + local_state, the one function by which every fixup folds, on any leading shape.
 
@@ -163,7 +180,8 @@ class FoldRuns:
     entry_row: torch.Tensor  # row of the run's first CP chunk in the entry states
     map_row: torch.Tensor  # its row in the `AffineMaps`
     num_steps: torch.Tensor  # entry states to fill, in the rows behind `entry_row`
-    starts: torch.Tensor  # 1: the run starts its sequence, so that its first map's local state is an exit state
+    # 1: the run starts its sequence, so that its first map's local state is an exit state; -1: it starts from zeros
+    starts: torch.Tensor
     prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # backends' launches over these runs
 
 
@@ -212,9 +230,18 @@ class Backend(Protocol):
     def fold(self) -> Fold: ...
 
     def cp_prefill(
-        self, inputs: TokenInputs, tiles: Any, table: WorkTable, entry_states: torch.Tensor, sinks: Sinks
+        self,
+        inputs: TokenInputs,
+        tiles: Any,
+        table: WorkTable,
+        entry_states: torch.Tensor,
+        sinks: Sinks,
+        part: Part | None = None,
     ) -> None:
-        """Stage 4.  From each item's entry state: outputs, state checkpoints, and the exit state of last CP chunks."""
+        """Stage 4.  From each item's entry state: outputs, state checkpoints, and the exit state of last CP chunks.
+
+        part: of these (item, head) pairs alone; what belongs to others is neither read nor written.  None: of all.
+        """
         ...
 
 
@@ -239,7 +266,13 @@ class OpeningBackend(Protocol):
         ...
 
     def cp_prefill_after_opening(
-        self, inputs: TokenInputs, tiles: Any, table: WorkTable, entry_states: torch.Tensor, sinks: Sinks
+        self,
+        inputs: TokenInputs,
+        tiles: Any,
+        table: WorkTable,
+        entry_states: torch.Tensor,
+        sinks: Sinks,
+        part: Part | None = None,
     ) -> None:
         """Stage 4 of the items that are not in `table.opens`."""
         ...

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gdncp import states
-from gdncp.backends.base import AffineMaps, Fold, Precision, Sinks, TokenInputs
+from gdncp.backends.base import AffineMaps, Fold, Part, Precision, Sinks, TokenInputs
 from gdncp.backends.triton_version import triton_rejection_reason
 from gdncp.work import WorkTable
 
@@ -120,14 +120,26 @@ class HopperBackend:
         return fold
 
     def cp_prefill(
-        self, inputs: TokenInputs, tiles: Tiles, table: WorkTable, entry_states: torch.Tensor, sinks: Sinks
+        self,
+        inputs: TokenInputs,
+        tiles: Tiles,
+        table: WorkTable,
+        entry_states: torch.Tensor,
+        sinks: Sinks,
+        part: Part | None = None,
     ) -> None:
-        self._cp_prefill(inputs, tiles, table, entry_states, sinks, opened=False)
+        self._cp_prefill(inputs, tiles, table, entry_states, sinks, part, opened=False)
 
     def cp_prefill_after_opening(
-        self, inputs: TokenInputs, tiles: Tiles, table: WorkTable, entry_states: torch.Tensor, sinks: Sinks
+        self,
+        inputs: TokenInputs,
+        tiles: Tiles,
+        table: WorkTable,
+        entry_states: torch.Tensor,
+        sinks: Sinks,
+        part: Part | None = None,
     ) -> None:
-        self._cp_prefill(inputs, tiles, table, entry_states, sinks, opened=True)
+        self._cp_prefill(inputs, tiles, table, entry_states, sinks, part, opened=True)
 
     def _cp_prefill(
         self,
@@ -136,13 +148,14 @@ class HopperBackend:
         table: WorkTable,
         entry_states: torch.Tensor,
         sinks: Sinks,
+        part: Part | None,
         opened: bool,
     ) -> None:
         if inputs.k.shape[0] == 0:  # only empty sequences
             sinks.final_states[table.final_row] = entry_states[table.item_row]
             return
         with _device_of(inputs.k), _aligned_output(sinks) as sinks:
-            self._kernels.cp_prefill(_aligned(inputs), tiles, table, entry_states, sinks, opened)
+            self._kernels.cp_prefill(_aligned(inputs), tiles, table, entry_states, sinks, opened, part)
 
 
 _NOTHING = nullcontext()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gdncp.backends.base import CHUNK, AffineMaps, Precision, Sinks, TokenInputs
+from gdncp.backends.base import CHUNK, AffineMaps, Part, Precision, Sinks, TokenInputs
 from gdncp.backends.torch_checkpoints import checkpoint_writer
 from gdncp.backends.torch_forget import cut_scans, round_up
 from gdncp.backends.torch_scan import (
@@ -123,18 +123,26 @@ class TorchBackend:
             maps.scanned[row] = tokens.to(maps.scanned.dtype)
 
     def cp_prefill(
-        self, inputs: TokenInputs, tiles: Tiles, table: WorkTable, entry_states: torch.Tensor, sinks: Sinks
+        self,
+        inputs: TokenInputs,
+        tiles: Tiles,
+        table: WorkTable,
+        entry_states: torch.Tensor,
+        sinks: Sinks,
+        part: Part | None = None,
     ) -> None:
         if table.num_items == 0:
             return
         with ieee_fp32(inputs.q.device):
             num_heads, num_pairs = inputs.num_state_heads, tiles.k.shape[0]
-            state = entry_states[table.item_row].flatten(0, 1)  # [items · H, V, K]
             first, length = _per_head(*item_chunks(table), num_heads)
-            walk = self._walk(first, length, table, range(table.num_items), exact=True)
-            state = walk.arrange(entry_states[table.item_row].flatten(0, 1))
+            wanted = None if part is None else part.pairs(table)
+            if wanted is not None:
+                length = torch.where(wanted.flatten(), length, 0)
+            walk = self._walk(first, length, table, range(table.num_items), exact=wanted is None)
+            state = walk.arrange(entry_states[table.item_row].flatten(0, 1))  # [items · H, V, K]
             output = sinks.output.new_empty(num_pairs + 1, CHUNK, state.shape[1])  # the last row is a dump
-            write_checkpoints = checkpoint_writer(table, sinks, walk, num_heads, self._looks(table))
+            write_checkpoints = checkpoint_writer(table, sinks, walk, num_heads, self._looks(table), wanted)
             for step, bound in enumerate(walk.bounds):
                 active, pairs = walk.active(step), pair_chunks(walk, step, num_heads, num_pairs)
                 entry = state[:bound]
@@ -143,8 +151,12 @@ class TorchBackend:
                 output[pairs if active is None else torch.where(active, pairs, num_pairs)] = o
                 write_checkpoints(step, entry, u, tiles, pairs)
                 state[:bound] = keep_active(active, state_after(entry, u, tiles, pairs, CHUNK - 1), entry)
-            sinks.final_states[table.final_row] = walk.restore(state).unflatten(0, (-1, num_heads))
-            _scatter_outputs(output[:-1], sinks.output, tiles, exact=table.host is not None)
+            final, row = walk.restore(state).unflatten(0, (-1, num_heads)), table.final_row
+            if wanted is not None:
+                final = torch.where(wanted[:, :, None, None], final, sinks.final_states[row])
+                wanted = wanted[table.chunk_item]
+            sinks.final_states[row] = final
+            _scatter_outputs(output[:-1], sinks.output, tiles, exact=table.host is not None, wanted=wanted)
 
     def _looks(self, table: WorkTable) -> bool:
         """Whether the host may read the table and the gates: they lie on the CPU."""
@@ -207,10 +219,13 @@ def _outputs(
     return before + torch.bmm(tiles.decay[pairs] * torch.bmm(q, tiles.k[pairs].mT), u)
 
 
-def _scatter_outputs(computed: torch.Tensor, output: torch.Tensor, tiles: Tiles, exact: bool) -> None:
+def _scatter_outputs(
+    computed: torch.Tensor, output: torch.Tensor, tiles: Tiles, exact: bool, wanted: torch.Tensor | None
+) -> None:
     """Write computed [P, 64, V] to the tokens' rows of output [T, H, V], and to no other row.
 
     What is no token writes what some token writes, to the same place.  exact: every chunk has a token.
+    wanted [chunks, H]: what is not is rewritten as it is.
     """
     num_chunks, num_heads, device = tiles.rows.shape[0], output.shape[1], output.device
     if num_chunks == 0:
@@ -228,4 +243,6 @@ def _scatter_outputs(computed: torch.Tensor, output: torch.Tensor, tiles: Tiles,
         values = computed[chunk[some, None, None], head, token[some, None, :]]  # [.., H, 64, V]
         if not exact:  # not a single token: rewrite a row as it is
             values = torch.where((count > 0).any(), values, output[rows[some], head])
+        if wanted is not None:
+            values = torch.where(wanted[chunk[some], :, None, None], values, output[rows[some], head])
         output[rows[some], head] = values

@@ -18,8 +18,10 @@ Writer = Callable[[int, torch.Tensor, torch.Tensor, Tiles, torch.Tensor], None]
 Finder = Callable[[int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
-def checkpoint_writer(table: WorkTable, sinks: Sinks, walk: Walk, num_heads: int, looks: bool) -> Writer:
-    """looks: the table lies on the CPU and may be read there."""
+def checkpoint_writer(
+    table: WorkTable, sinks: Sinks, walk: Walk, num_heads: int, looks: bool, wanted: torch.Tensor | None
+) -> Writer:
+    """looks: the table lies on the CPU and may be read there.  wanted [items, H]: what is written; None: all."""
     sink = sinks.checkpoints
     if sink is None or table.num_checkpoints == 0:
         return lambda step, entry, u, tiles, pairs: None
@@ -33,8 +35,11 @@ def checkpoint_writer(table: WorkTable, sinks: Sinks, walk: Walk, num_heads: int
             return
         at = (item[:, None] * num_heads + heads).flatten()
         at = at if place is None else place[at]
+        if wanted is not None:  # the others may not walk this far
+            at = at.clamp(max=entry.shape[0] - 1)
         last = last[:, None].expand(-1, num_heads).flatten()
-        sink[row] = state_after(entry[at], u[at], tiles, pairs[at], last).unflatten(0, (-1, num_heads))
+        state = state_after(entry[at], u[at], tiles, pairs[at], last).unflatten(0, (-1, num_heads))
+        sink[row] = state if wanted is None else torch.where(wanted[item][:, :, None, None], state, sink[row])
 
     return write
 

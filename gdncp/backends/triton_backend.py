@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gdncp.backends.base import AffineMaps, Fold, Precision, Sinks, TokenInputs
+from gdncp.backends.base import AffineMaps, Fold, Part, Precision, Sinks, TokenInputs
 from gdncp.backends.triton_version import triton_rejection_reason
 from gdncp.work import WorkTable
 
@@ -79,7 +79,13 @@ class TritonBackend:
         return StateFold()
 
     def cp_prefill(
-        self, inputs: TokenInputs, tiles: Tiles, table: WorkTable, entry_states: torch.Tensor, sinks: Sinks
+        self,
+        inputs: TokenInputs,
+        tiles: Tiles,
+        table: WorkTable,
+        entry_states: torch.Tensor,
+        sinks: Sinks,
+        part: Part | None = None,
     ) -> None:
         from gdncp_kernels.cp_prefill import cp_prefill
 
@@ -87,10 +93,10 @@ class TritonBackend:
         with torch.cuda.device_of(inputs.k):
             if _is_interpreted() and sinks.output.dtype == torch.bfloat16:
                 wide = replace(sinks, output=sinks.output.float())
-                cp_prefill(_interpretable(inputs), tiles, table, entry_states, wide, precision)
+                cp_prefill(_interpretable(inputs), tiles, table, entry_states, wide, precision, part)
                 sinks.output.copy_(wide.output)
             else:
-                cp_prefill(inputs, tiles, table, entry_states, sinks, precision)
+                cp_prefill(inputs, tiles, table, entry_states, sinks, precision, part)
 
 
 def _dot_precision(inputs: TokenInputs) -> str:

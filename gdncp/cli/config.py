@@ -29,6 +29,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CONF_DIR = next(d for d in (PACKAGE / "conf", PACKAGE.parent / "conf") if d.is_dir())  # installed, or a checkout
 
 Fixup = Enum("Fixup", ["auto", "chain", "all_gather", "head_sharded", "tree"])
+Finish = Enum("Finish", ["auto", "entry_first", "entry_late"])
 GateSpace = Enum("GateSpace", ["linear", "log"])
 Precision = Enum("Precision", ["fast", "high"])
 FinalState = Enum("FinalState", ["owner", "all"])
@@ -66,6 +67,7 @@ class PrefillConfig:
     _cp_chunk_len: int | None = MISSING
     ownership: Any = MISSING
     fixup: Fixup = MISSING
+    finish: Finish = MISSING
     lanes_per_rank: int = MISSING
     require_reproducible: bool = MISSING
     profile: str | None = MISSING

@@ -10,7 +10,7 @@ import torch
 from gdncp.backends.base import AffineMaps, Fold
 from gdncp.collectives.folding import Run, fold_inside, fold_runs
 from gdncp.collectives.parcels import MapViews, pack, parcel_steps
-from gdncp.collectives.schedule import Manifest, arrivals, crossing_routes, manifests, own_links, parcel_routes
+from gdncp.collectives.schedule import Manifest, arrivals, crossing_routes, links_to_fill, manifests, parcel_routes
 from gdncp.collectives.wire import Wire
 from gdncp.plan import PrefillPlan
 
@@ -30,7 +30,7 @@ def run(wire: Wire, plan: PrefillPlan, rank: int, maps: AffineMaps, entry_states
     packed = entry_states.new_empty(size)
     pack(manifests(plan)[rank], maps, views(packed, manifests(plan)[rank]))
     gathering = wire.all_gather(packed)
-    fold_inside((link for link in own_links(plan, rank) if link.starts), maps, entry_states, fold)  # meanwhile
+    fold_inside((link for link in links_to_fill(plan, rank) if link.starts), maps, entry_states, fold)  # meanwhile
 
     gathered = gathering.wait()
     shipped = [views(gathered[source], manifest) for source, manifest in enumerate(manifests(plan))]

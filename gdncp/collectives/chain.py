@@ -10,7 +10,7 @@ import torch
 
 from gdncp.backends.base import AffineMaps, Fold
 from gdncp.collectives.folding import Run, fold_inside, fold_runs, own_steps
-from gdncp.collectives.schedule import Link, chain_rounds, own_links
+from gdncp.collectives.schedule import Link, chain_rounds, links_to_fill
 from gdncp.collectives.wire import Wire
 from gdncp.plan import PrefillPlan
 
@@ -32,6 +32,7 @@ def run(wire: Wire, plan: PrefillPlan, rank: int, maps: AffineMaps, entry_states
         return entry_states.new_empty(num_heads, blocks[block].stop - blocks[block].start, k_dim)
 
     wire.open_point_to_point()
+    to_fill = links_to_fill(plan, rank)
     arrived: dict[tuple[Link, int], torch.Tensor] = {}
     for folds, receives in chain_rounds(plan, rank, len(blocks)):
         sends, runs = [], []
@@ -40,7 +41,8 @@ def run(wire: Wire, plan: PrefillPlan, rank: int, maps: AffineMaps, entry_states
             assert link.next_rank is not None
             sends.append((link.next_rank, exit_state))
             entry_state = None if link.starts else arrived.pop((link, block))
-            runs.append(Run(entry_state, own_steps(link, maps, entry_states, blocks[block], exit_state)))
+            steps = own_steps(link, maps, entry_states, blocks[block], exit_state, fill=link in to_fill)
+            runs.append(Run(entry_state, steps))
         fold_runs(runs, fold)
 
         landing = []
@@ -52,5 +54,5 @@ def run(wire: Wire, plan: PrefillPlan, rank: int, maps: AffineMaps, entry_states
         for link, block in receives:
             entry_states[link.item][:, blocks[block]].copy_(arrived[link, block])
     # links that hand nothing on were in no round; they now have their entry states
-    fold_inside((link for link in own_links(plan, rank) if link.next_rank is None), maps, entry_states, fold)
+    fold_inside((link for link in to_fill if link.next_rank is None), maps, entry_states, fold)
     wire.finish()

@@ -13,6 +13,8 @@ from gdncp.collectives import all_gather, chain, head_sharded, local, tree
 from gdncp.collectives.wire import Wire, world_group
 from gdncp.plan import PrefillPlan
 
+fold_here = local.run
+
 _Strategy = Callable[[Wire, PrefillPlan, int, AffineMaps, torch.Tensor, Fold], None]
 
 STRATEGIES: dict[str, _Strategy] = {
@@ -47,6 +49,9 @@ def state_fixup(
     Every rank of the group calls it, also one that holds nothing; where no sequence crosses ranks nothing is sent and
     no group is needed.  Every strategy but "tree" gives bitwise the left fold, one map at a time in sequence order, of
     `fold`; a first CP chunk's local state is its exit state and is taken as it is.
+
+    Where the plan finishes with `entry_late`, and something crosses ranks, this fills only the rows of segments whose
+    entry state comes from another rank; `fold_here` fills the others, and may do so meanwhile.
 
     Args:
         plan: says who holds what and, in `plan.fixup`, by which strategy.

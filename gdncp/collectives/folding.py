@@ -99,25 +99,35 @@ def own_steps(
     entry_states: torch.Tensor,
     rows: slice = slice(None),
     exit_out: torch.Tensor | None = None,
+    fill: bool = True,
 ) -> list[Step]:
-    """The maps of a link of this rank, for a block of V rows, as steps that fill the entry states inside the link.
+    """The maps of a link of this rank, for a block of V rows, as steps that (`fill`) fill the entry states inside the
+    link.
 
     `exit_out` takes the state that the link hands on; a link that ends its sequence hands none on.
     """
     inside = link.num_maps - (link.next_rank is not None)
-    outs: list[torch.Tensor | None] = [entry_states[link.item + 1 + j][:, rows] for j in range(inside)]
+    outs: list[torch.Tensor | None] = [None] * inside
+    if fill:
+        outs = [entry_states[link.item + 1 + j][:, rows] for j in range(inside)]
     if link.next_rank is not None:
         outs.append(exit_out)
     return link_steps(link, maps.transition, link.row + link.starts, maps.local_state[:, :, rows], link.row, outs)
 
 
-def fold_inside(links: Iterable[Link], maps: AffineMaps, entry_states: torch.Tensor, fold: Fold) -> None:
-    """From the entry state of each link of this rank, which is known, to those of its other CP chunks, in place."""
+def fold_inside(
+    links: Iterable[Link], maps: AffineMaps, entry_states: torch.Tensor, fold: Fold, entered: bool = True
+) -> None:
+    """From the entry state of each link of this rank to those of its other CP chunks, in place.
+
+    entered: the entry state is known; else zeros take its place.
+    """
     runs = []
     for link in links:
         steps = own_steps(link, maps, entry_states)
         if link.next_rank is not None:
             steps.pop()  # its last map leads out of the link
         if steps:
-            runs.append(Run(None if link.starts else entry_states[link.item], steps))
+            state = entry_states[link.item] if entered else torch.zeros_like(entry_states[0])
+            runs.append(Run(None if link.starts else state, steps))
     fold_runs(runs, fold)

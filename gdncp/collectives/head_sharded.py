@@ -16,8 +16,8 @@ from gdncp.collectives.schedule import (
     arrivals,
     crossing_routes,
     head_range,
+    links_to_fill,
     manifests,
-    own_links,
     parcel_routes,
 )
 from gdncp.collectives.wire import Wire
@@ -50,7 +50,7 @@ def run(wire: Wire, plan: PrefillPlan, rank: int, maps: AffineMaps, entry_states
     pack(own, maps, views(packed, own, num_heads))
     out_splits = [own_heads * per_head(manifest) for manifest in manifests(plan)]
     exchange = wire.all_to_all(packed, [h * per_head(own) for h in heads], out_splits)
-    fold_inside((link for link in own_links(plan, rank) if link.starts), maps, entry_states, fold)  # meanwhile
+    fold_inside((link for link in links_to_fill(plan, rank) if link.starts), maps, entry_states, fold)  # meanwhile
 
     received = exchange.wait().split(out_splits)
     # what goes back: per rank, the entry states of its links for this rank's heads, heads outermost

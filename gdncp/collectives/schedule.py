@@ -78,6 +78,11 @@ def _links_of_ranks(plan: PrefillPlan) -> tuple[tuple[Link, ...], ...]:
     return tuple(map(tuple, links))
 
 
+def links_to_fill(plan: PrefillPlan, rank: int) -> tuple[Link, ...]:
+    """The rank's links whose entry states an exchange fills, see `state_fixup`."""
+    return arrivals(plan)[rank] if plan.finish == "entry_late" else own_links(plan, rank)
+
+
 # ---- chain
 
 

@@ -12,7 +12,7 @@ import torch
 
 from gdncp.backends.base import AffineMaps, Fold
 from gdncp.collectives.folding import Run, Step, fold_inside, fold_runs, own_steps
-from gdncp.collectives.schedule import Link, crossing_routes, own_links, tree_rounds
+from gdncp.collectives.schedule import Link, crossing_routes, links_to_fill, tree_rounds
 from gdncp.collectives.wire import Wire
 from gdncp.plan import PrefillPlan
 
@@ -53,7 +53,7 @@ def run(wire: Wire, plan: PrefillPlan, rank: int, maps: AffineMaps, entry_states
             held |= _after(arrived, held, nothing, fold)
     for link, composed in held.items():
         entry_states[link.item].copy_(composed.local_state)
-    fold_inside(own_links(plan, rank), maps, entry_states, fold)
+    fold_inside(links_to_fill(plan, rank), maps, entry_states, fold)
     wire.finish()
 
 

@@ -15,6 +15,7 @@ CHUNK = 64  # tokens in a chunk, the kernel tile
 
 OWNERSHIPS = ("contiguous", "zigzag")
 FIXUPS = ("chain", "all_gather", "head_sharded", "tree")
+FINISHES = ("entry_first", "entry_late")
 
 
 def integer(name: str, value: Any, low: int, allowed: str) -> int:

@@ -24,6 +24,7 @@ def explain(plan: PrefillPlan) -> str:
         ("CP chunks", _cp_chunks(plan)),
         ("crossing", _crossing(plan)),
         ("fixup", _fixup(plan)),
+        ("finish", _finish(plan)),
         ("checkpoints", _checkpoints(plan)),
         ("forgetting", _forgetting(plan)),
         ("bits", _bits(plan)),
@@ -57,8 +58,7 @@ def _ranks(plan: PrefillPlan) -> str:
 def _cp_chunks(plan: PrefillPlan) -> str:
     how = "as asked" if plan.cp_chunk_len_requested else "chosen by predicted time"
     first = f", a sequence's first of {plan.first_cp_chunk_len:,}" if len(set(plan.grid)) > 1 else ""
-    apart = "" if plan.opens else "; first ones get their outputs in stage 4, like the others"
-    return f"{plan.num_cp_chunks:,} of up to {plan.cp_chunk_len:,} tokens{first} ({how}){apart}"
+    return f"{plan.num_cp_chunks:,} of up to {plan.cp_chunk_len:,} tokens{first} ({how})"
 
 
 def _crossing(plan: PrefillPlan) -> str:
@@ -79,6 +79,13 @@ def _fixup(plan: PrefillPlan) -> str:
     if plan.fixup_requested == "auto" and (plan.require_reproducible or plan.fixup != seconds[0][0]):
         why = "the cheapest that is reproducible"
     return f"{plan.fixup}, {why} ({guesses}); {_bytes(sum(plan.fixup_bytes))} sent in all"
+
+
+def _finish(plan: PrefillPlan) -> str:
+    what = "stage 4 follows the fixup"
+    if plan.finish == "entry_late":
+        what = "stage 4 waits for the exchange only where an entry state depends on it"
+    return f"{plan.finish}: {what}{'' if plan.finish_requested == 'auto' else ' (as asked)'}"
 
 
 def _checkpoints(plan: PrefillPlan) -> str:

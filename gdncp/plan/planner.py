@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gdncp.plan import checks, choose, cost, layout
 from gdncp.plan.model import TokenRun
+from gdncp.plan.overlap import entry_late_gains
 from gdncp.plan.prefill_plan import PrefillPlan
 from gdncp.plan.profiles import CostProfile, find_profile
 from gdncp.plan.stage_model import StageModel
@@ -25,8 +26,8 @@ def plan_prefill(
     first_cp_chunk_len: int | None = None,
     checkpoint_every_n_tokens: int = 0,
     checkpoint_positions: Sequence[Sequence[int]] | None = None,
-    opens: bool | None = None,
     fixup: str = "auto",
+    finish: str = "auto",
     lanes_per_rank: int = 1,
     head_half_lives: Sequence[float] | None = None,
     forget_below: float | None = None,
@@ -48,11 +49,11 @@ def plan_prefill(
             planner chooses it as well on one rank; on several ranks all CP chunks are equal.
         checkpoint_every_n_tokens: a state checkpoint after every n-th token of a sequence; a multiple of 64, 0: none.
         checkpoint_positions: instead, per sequence the strictly ascending numbers of tokens after which to take one.
-        opens: for those who tune: whether stage 2's launch also runs stage 4 of sequences' first CP chunks, on backends
-            that can. That saves the scan of their N, and costs where gates forget, as that scan is then short. It
-            decides about the bits of states. None: True, or what is faster where the CP chunk length is chosen.
         fixup: "chain", "all_gather", "head_sharded", "tree", or "auto": the cheapest by the cost model, "tree" only
             where it is so by a tenth. Where no sequence crosses ranks it is "local".
+        finish: whether stage 4 waits for the exchange as a whole: "entry_first"; or, "entry_late", only where an entry
+            state depends on it, head by head, while the rest runs beside it.  Same bits.  "auto": by predicted time.
+            Where no sequence crosses ranks it is "entry_first".
         lanes_per_rank: CUDA streams (or in-process lanes) to divide a rank's CP chunks among. Never
             changes the bits of a given CP chunk length; one that is chosen may depend on it.
         head_half_lives: tokens in which each state head's gates halve a state, as far as the host knows. None: times
@@ -76,12 +77,11 @@ def plan_prefill(
     if checkpoint_positions is not None:
         checkpoint_positions = checks.checkpoint_positions(checkpoint_positions, lengths, every)
     checks.word("fixup", fixup, ("auto", *checks.FIXUPS))
+    checks.word("finish", finish, ("auto", *checks.FINISHES))
     if head_half_lives is not None:
         head_half_lives = checks.half_lives(head_half_lives, max(heads))
     if forget_below is not None:
         forget_below = checks.forget_bound(forget_below)
-    if opens is not None and not isinstance(opens, bool):
-        raise ValueError(f"opens must be True, False or None, got {opens!r}")
     profile = find_profile(profile)
     if isinstance(ownership, str):
         checks.word("ownership", ownership, checks.OWNERSHIPS, " or [[(start, stop), ...] per rank]")
@@ -89,78 +89,64 @@ def plan_prefill(
         ownership = checks.token_ranges(ownership, sum(lengths), world_size)
 
     seq_starts = layout.sequence_starts(lengths)
-
-    def on_grid(grid: layout.Grid, requested: int | None, opens: bool) -> PrefillPlan:
-        runs = _own(seq_starts, world_size, ownership, grid)
-        segments = layout.build_segments(seq_starts, runs, world_size, grid)
-        if all(segment.next is None for segment in segments):
-            resolved = "local"
-        elif fixup == "auto":
-            load = cost.fixup_load(segments, world_size, max(heads), head_dim)
-            resolved = choose.choose_fixup(load, profile, require_reproducible)
-        else:
-            resolved = fixup
-        return PrefillPlan(
-            seq_lens=lengths,
-            world_size=world_size,
-            ownership=ownership if isinstance(ownership, str) else "explicit",
-            num_q_heads=heads[0],
-            num_k_heads=heads[1],
-            num_v_heads=heads[2],
-            head_dim=head_dim,
-            cp_chunk_len=grid.length,
-            cp_chunk_len_requested=requested,
-            first_cp_chunk_len=grid.first,
-            checkpoint_every_n_tokens=every,
-            checkpoint_positions=checkpoint_positions,
-            opens=opens,
-            fixup=resolved,
-            fixup_requested=fixup,
-            lanes_per_rank=lanes,
-            head_half_lives=head_half_lives,
-            forget_below=forget_below,
-            require_reproducible=bool(require_reproducible),
-            profile=profile,
-            runs=runs,
-            segments=segments,
-        )
-
-    if cp_chunk_len is not None:
-        length = checks.cp_chunk_len(cp_chunk_len)
-        first = length if first_cp_chunk_len is None else first_cp_chunk_len
-        grid = layout.Grid(checks.cp_chunk_len(first, "first_cp_chunk_len"), length)
-        return on_grid(grid, length, opens is not False)
-    if first_cp_chunk_len is not None:
-        raise ValueError(f"first_cp_chunk_len must be None where cp_chunk_len is, got {first_cp_chunk_len!r}")
-    gates: list[Sequence[float] | None] = [head_half_lives]
+    gates: list[Sequence[float] | None] = [head_half_lives]  # that the layer may have
     if head_half_lives is None and forget_below != 0:
         gates.append(choose.typical_half_lives(max(heads)))
-
-    def chosen(opens: bool) -> PrefillPlan:
-        costs = replace(profile, opens=profile.opens and opens)
+    requested = cp_chunk_len
+    if requested is None:
+        if first_cp_chunk_len is not None:
+            raise ValueError(f"first_cp_chunk_len must be None where cp_chunk_len is, got {first_cp_chunk_len!r}")
+        models = [StageModel(profile, max(heads), heads[1], head_dim, half_lives, forget_below) for half_lives in gates]
         grid = choose.choose_grid(
             lengths,
             world_size,
             ownership,
-            [StageModel(costs, max(heads), heads[1], head_dim, half_lives, forget_below) for half_lives in gates],
+            models,
             lanes_per_rank=lanes,
             fixup=fixup,
             require_reproducible=require_reproducible,
         )
-        return on_grid(grid, None, opens)
+    else:
+        requested = checks.cp_chunk_len(requested)
+        first = requested if first_cp_chunk_len is None else first_cp_chunk_len
+        grid = layout.Grid(checks.cp_chunk_len(first, "first_cp_chunk_len"), requested)
 
-    if opens is not None:
-        return chosen(opens)
-    plan = chosen(True)
-    if profile.opens and not require_reproducible and _may_not_open(lengths, world_size, head_half_lives):
-        plan = choose.choose_plan(plan, chosen(False), gates)
-    return plan
-
-
-def _may_not_open(lengths: Sequence[int], world_size: int, head_half_lives: Sequence[float] | None) -> bool:
-    """Whether it can be better not to open sequences: where the host knows that gates forget, or where the rank that
-    holds a sequence's start keeps the others waiting.  Of many sequences, every rank opens some."""
-    return any(lengths) and (head_half_lives is not None or 1 < world_size > len(lengths) / 2)
+    runs = _own(seq_starts, world_size, ownership, grid)
+    segments = layout.build_segments(seq_starts, runs, world_size, grid)
+    if all(segment.next is None for segment in segments):
+        resolved = "local"
+    elif fixup == "auto":
+        load = cost.fixup_load(segments, world_size, max(heads), head_dim)
+        resolved = choose.choose_fixup(load, profile, require_reproducible)
+    else:
+        resolved = fixup
+    plan = PrefillPlan(
+        seq_lens=lengths,
+        world_size=world_size,
+        ownership=ownership if isinstance(ownership, str) else "explicit",
+        num_q_heads=heads[0],
+        num_k_heads=heads[1],
+        num_v_heads=heads[2],
+        head_dim=head_dim,
+        cp_chunk_len=grid.length,
+        cp_chunk_len_requested=requested,
+        first_cp_chunk_len=grid.first,
+        checkpoint_every_n_tokens=every,
+        checkpoint_positions=checkpoint_positions,
+        fixup=resolved,
+        fixup_requested=fixup,
+        finish="entry_first",
+        finish_requested=finish,
+        lanes_per_rank=lanes,
+        head_half_lives=head_half_lives,
+        forget_below=forget_below,
+        require_reproducible=bool(require_reproducible),
+        profile=profile,
+        runs=runs,
+        segments=segments,
+    )
+    late = plan.crosses_ranks if finish == "entry_late" else finish == "auto" and entry_late_gains(plan, gates)
+    return replace(plan, finish="entry_late") if late else plan
 
 
 def _own(

@@ -226,10 +226,11 @@ def _facts(plan: PrefillPlan) -> tuple[str, ...]:
     ranks = _count(plan.world_size, "rank") + f", {plan.ownership} ownership"
     if plan.lanes_per_rank > 1:
         ranks += f", {plan.lanes_per_rank} lanes each"
+    late = ", entry_late" if plan.finish == "entry_late" else ""
     return (
         f"{_count(plan.num_sequences, 'sequence')}, {_count(plan.num_tokens_total, 'token')} on {ranks}",
         f"{_count(plan.num_cp_chunks, 'CP chunk')} of up to {plan.cp_chunk_len:,} tokens{first}",
-        f"fixup {plan.fixup}; {'reproducible' if plan.reproducible else 'not reproducible'}",
+        f"fixup {plan.fixup}{late}; {'reproducible' if plan.reproducible else 'not reproducible'}",
     )
 
 

@@ -60,6 +60,19 @@ class StageModel:
         # stage 4 is launched even where stage 2 has left it nothing to do
         return StageSeconds(t, self._schedule(maps) if maps else 0.0, self._schedule(prefills) if t else 0.0)
 
+    def prefill_seconds(self, pairs: Mapping[Kind, float]) -> float:
+        """A launch of stage 4 over so many pairs of CP chunk and head of each kind; 0 where it has nothing to do."""
+        units = [
+            self._units(count, kind.num_chunks * self.profile.tile_prefill_s)
+            for kind, count in sorted(pairs.items(), reverse=True)
+            if count and not self._opened(kind)
+        ]
+        return self._schedule(units) if units else 0.0
+
+    def forgetting_heads(self, tokens: int) -> int:
+        """Heads that forget within so many tokens."""
+        return sum(heads for memory, heads in self.memories if memory < tokens)
+
     def least_seconds(self, kinds: Mapping[Kind, float]) -> float:
         """A lower bound on the sum of `seconds`, without a schedule."""
         t, *launches = self._launches(kinds)
@@ -76,9 +89,8 @@ class StageModel:
         chunks = 0.0
         for kind, count in sorted(kinds.items(), reverse=True):  # longest first
             chunks += kind.num_chunks * count
-            opens = profile.opens and kind.is_first and not kind.is_last
             whole = self._units(count * self.num_heads, kind.num_chunks * profile.tile_prefill_s)
-            if opens:
+            if self._opened(kind):
                 maps.insert(0, whole)
             else:
                 prefills.append(whole)
@@ -88,6 +100,10 @@ class StageModel:
             return 0.0, [], []
         tiles = chunks * (self.num_heads * profile.tile_t_s + self.num_k_heads * profile.key_tile_t_s)
         return profile.launch_s + self.scale * tiles / profile.workers, maps, prefills
+
+    def _opened(self, kind: Kind) -> bool:
+        """Whether stage 2's launch does its stage 4."""
+        return self.profile.opens and kind.is_first and not kind.is_last
 
     def _scans(self, kind: Kind, count: float) -> list[Units]:
         """Units of N, then of M, of so many CP chunks."""

@@ -138,7 +138,15 @@ class Cases:
     def _plan(self, lengths: Sequence[int], gpus: int, ownership: str, fixup: str, **changes: Any) -> PrefillPlan:
         given = half_lives(self.gates, self.num_heads)
         layer = {**self.layer, **changes}
-        return plan_prefill(lengths, world_size=gpus, ownership=ownership, fixup=fixup, head_half_lives=given, **layer)
+        return plan_prefill(
+            lengths,
+            world_size=gpus,
+            ownership=ownership,
+            fixup=fixup,
+            finish="entry_first",
+            head_half_lives=given,
+            **layer,
+        )
 
     def _ours(self, batch: str, lengths: Sequence[int], gpus: int) -> list[report.Case]:
         # the pace of one GPU is that of its best plan, whatever CP chunks several are to use

@@ -19,14 +19,27 @@ from gdncp_kernels.common import CHUNK, add_outer, appended, dot, load_column, l
 from gdncp_kernels.launch_table import choose
 
 if TYPE_CHECKING:
-    from gdncp.backends.base import Sinks, TokenInputs
+    from gdncp.backends.base import Part, Sinks, TokenInputs
     from gdncp.work import WorkTable
     from gdncp_kernels.precompute_t import Tiles
 
 NO_MORE = tl.constexpr(1 << 62)  # tokens of the checkpoint after the last
+MAPS_AT_ONCE = tl.constexpr(128)
 
 
-@triton.jit(do_not_specialize=["final_dump", "H", "HQ", "HK", "HV"])
+@triton.jit
+def _is_known(forgot, maps_start, maps_stop, item, head, H):
+    """1 where an item's entry state does not depend on other ranks, see `EarlyTable`; else 0."""
+    start = tl.load(maps_start + item)
+    stop = tl.load(maps_stop + item)
+    known = (start < 0).to(tl.int32)
+    for first in range(start, stop, MAPS_AT_ONCE):
+        row = first + tl.arange(0, MAPS_AT_ONCE)
+        known = tl.maximum(known, tl.max(tl.load(forgot + row * H + head, mask=row < stop, other=0).to(tl.int32), 0))
+    return known
+
+
+@triton.jit(do_not_specialize=["final_dump", "H", "HQ", "HK", "HV", "early"])
 def cp_prefill_kernel(
     q,
     k,
@@ -51,18 +64,25 @@ def cp_prefill_kernel(
     output,
     final_states,
     checkpoints,
+    forgot,
+    maps_start,
+    maps_stop,
     final_dump,
     H,
     HQ,
     HK,
     HV,
+    early,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     SLICE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program per (item, state head, block of V rows)."""
+    """One program per (item, state head, block of V rows).
+
+    `forgot`, where given: only of pairs whose entry state is known before the exchange (`early`), or is not.
+    """
     NUM_BLOCKS: tl.constexpr = V // BLOCK
     block = tl.program_id(0) % NUM_BLOCKS
     head = tl.program_id(0) // NUM_BLOCKS % H
@@ -72,6 +92,9 @@ def cp_prefill_kernel(
     exit_row = tl.load(final_row + item)
     if (tokens == 0) & (exit_row == final_dump):
         return
+    if forgot is not None:
+        if _is_known(forgot, maps_start, maps_stop, item, head, H) != early:
+            return
     i = tl.arange(0, CHUNK)
     in_state = (block * BLOCK + tl.arange(0, BLOCK))[None, :] * K + tl.arange(0, SLICE)[:, None]  # of the first slice
     entry_row = tl.load(item_row + item)
@@ -143,9 +166,15 @@ def cp_prefill_kernel(
 
 
 def cp_prefill(
-    inputs: TokenInputs, tiles: Tiles, table: WorkTable, entry_states: torch.Tensor, sinks: Sinks, precision: str
+    inputs: TokenInputs,
+    tiles: Tiles,
+    table: WorkTable,
+    entry_states: torch.Tensor,
+    sinks: Sinks,
+    precision: str,
+    part: Part | None = None,
 ) -> None:
-    """Launch stage 4 over the table's items."""
+    """Launch stage 4 over the table's items, or a part of their heads."""
     if not table.num_items:
         return
     num_heads = inputs.num_state_heads
@@ -177,11 +206,15 @@ def cp_prefill(
         sinks.output,
         sinks.final_states,
         checkpoints,
+        None if part is None else part.maps.forgot.view(torch.uint8),
+        None if part is None or table.early is None else table.early.maps_start,
+        None if part is None or table.early is None else table.early.maps_stop,
         sinks.final_dump,
         num_heads,
         inputs.q.shape[1],
         inputs.k.shape[1],
         inputs.v.shape[1],
+        None if part is None else int(part.early),
         K=k_dim,
         V=v_dim,
         BLOCK=choice.block,

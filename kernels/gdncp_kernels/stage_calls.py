@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from gdncp.backends.base import AffineMaps, Backend, Sinks, TokenInputs, folds_runs, opens
+from gdncp.backends.base import AffineMaps, Backend, Part, Sinks, TokenInputs, folds_runs, opens
 from gdncp.layout import layout_of_plan
 from gdncp.plan import PrefillPlan, plan_prefill
+from gdncp.work import EarlyTable, WorkTable
 
 
 def plan_of(inputs: TokenInputs, **arguments: Any) -> PrefillPlan:
@@ -47,8 +49,25 @@ def stage_calls(
     if opens(backend):
         calls["precompute_mn_and_open"] = partial(backend.precompute_mn_and_open, *after_1, maps, forget_below, sinks)
         calls["cp_prefill_after_opening"] = partial(backend.cp_prefill_after_opening, *after_1, sinks)
+    calls["cp_prefill, in parts"] = partial(_in_parts, backend, *after_1, maps, sinks)
     fold = backend.fold
     if folds_runs(fold) and layout.runs is not None:
         calls["fold_runs"] = partial(fold.fold_runs, maps, entry_states, layout.runs)
     calls["fold"] = lambda: fold(entry_states[0], maps.transition[0], maps.local_state[0])
     return calls
+
+
+def _in_parts(
+    backend: Backend,
+    inputs: TokenInputs,
+    tiles: Any,
+    table: WorkTable,
+    entry_states: torch.Tensor,
+    maps: AffineMaps,
+    sinks: Sinks,
+) -> None:
+    """As beside an exchange on which no entry state depends."""
+    early = EarlyTable(table.item_row, torch.full_like(table.item_row, -1), torch.full_like(table.item_row, -1))
+    run = backend.cp_prefill_after_opening if opens(backend) else backend.cp_prefill
+    for is_early in (True, False):
+        run(inputs, tiles, replace(table, early=early), entry_states, sinks, Part(is_early, maps))

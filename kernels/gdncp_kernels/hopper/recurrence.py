@@ -36,6 +36,19 @@ def _cut(growth, num_chunks, H, log2_forget_below):
 
 
 @gluon.jit
+def _is_known(forgot, maps_start, maps_stop, item, head, H):
+    """1 where an item's entry state does not depend on other ranks, see `EarlyTable`; else 0."""
+    start = gl.load(maps_start + item).to(gl.int32)
+    stop = gl.load(maps_stop + item).to(gl.int32)
+    known = (start < 0).to(gl.int32)
+    for block in range((stop - start + 127) // 128):
+        row = start + block * 128 + gl.arange(0, 128, layout=GROWTH)
+        dropped = gl.load(forgot + row.to(gl.int64) * H + head, mask=row < stop, other=0).to(gl.int32)
+        known = gl.maximum(known, gl.max(dropped, 0))
+    return known
+
+
+@gluon.jit
 def _exp2_up(x):
     """fp32, not below 2^x of a float64 scalar x, nor below fp32's smallest normal number."""
     near = x.to(gl.float32)
@@ -53,6 +66,7 @@ def _exp2_up(x):
         "HQ",
         "HK",
         "HV",
+        "early",
     ]
 )
 def recurrence_kernel(
@@ -72,6 +86,8 @@ def recurrence_kernel(
     final_row,
     final_states,
     opens,
+    maps_start,
+    maps_stop,
     checkpoint_start,
     checkpoint_tokens,
     checkpoint_row,
@@ -96,6 +112,7 @@ def recurrence_kernel(
     HQ,
     HK,
     HV,
+    early,
     WITH_MAPS: gl.constexpr,
     WITH_OUTPUTS: gl.constexpr,
     L2NORM: gl.constexpr,
@@ -107,7 +124,8 @@ def recurrence_kernel(
     """Grid (items · H,), or with maps (maps · 2 · H,): first N, then M, of each map; num_warps = 4.
 
     With maps and outputs, stage 4 of a sequence's first CP chunk gives its N.  `opens` [num_items], where given: the
-    items of which stage 4 is done.
+    items of which stage 4 is done.  `maps_start` and `maps_stop`, where given: stage 4 of pairs whose entry state is
+    known before the exchange (`early`), or is not.
     """
     head = gl.program_id(0) % H
     unit = gl.program_id(0) // H
@@ -163,6 +181,11 @@ def recurrence_kernel(
         skipped = gl.to_tensor(0)
         if opens is not None:  # stage 2 has done these
             skipped = gl.where(gl.load(opens + item) != 0, num_chunks, 0)
+        if maps_start is not None:  # another launch does those of the other part
+            if _is_known(forgot, maps_start, maps_stop, item, head, H) != early:
+                skipped = num_chunks
+                leaves = gl.to_tensor(0)
+                from_entry = gl.to_tensor(0)
     token += skipped * 64
     chunk += skipped
     num_chunks -= skipped

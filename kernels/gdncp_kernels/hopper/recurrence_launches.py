@@ -20,7 +20,7 @@ from gdncp_kernels.hopper.recurrence import (
 )
 
 if TYPE_CHECKING:
-    from gdncp.backends.base import AffineMaps, Sinks, TokenInputs
+    from gdncp.backends.base import AffineMaps, Part, Sinks, TokenInputs
     from gdncp.work import WorkTable
     from gdncp_kernels.hopper.precompute_t import Tiles
 
@@ -65,12 +65,16 @@ def cp_prefill(
     entry_states: torch.Tensor,
     sinks: Sinks,
     opened: bool = False,
+    part: Part | None = None,
 ) -> None:
-    """Launch stage 4 over the table's items; with `opened` without those in `table.opens`, which stage 2 has done."""
+    """Launch stage 4 over the table's items, or a part of their heads.
+
+    opened: without those in `table.opens`, which stage 2 has done.
+    """
     if not table.num_items:
         return
     has_checkpoints = _has_checkpoints(table, sinks)
-    key = (cp_prefill, inputs.kind, opened, has_checkpoints)
+    key = (cp_prefill, inputs.kind, opened, has_checkpoints, _kind_of(part))
     launch = table.prepared.get(key)
     if launch is None:
         arguments = {
@@ -80,11 +84,29 @@ def cp_prefill(
             "final_states": Pointer("final_states", torch.float32),
             "final_dump": Number("final_dump", -1),
             "opens": table.opens.view(torch.uint8) if opened else None,
+            **_part(table, part),
         }
         launch = table.prepared[key] = _prepare(table.num_items * inputs.num_state_heads, arguments)
-    _enqueue(launch, inputs, tiles, entry_states, sinks)
-    if has_checkpoints:
+    _enqueue(launch, inputs, tiles, entry_states, sinks, None if part is None else part.maps)
+    if has_checkpoints and (part is None or not part.early):  # of all pairs, once the last are there
         inner_checkpoints.finish(inputs, tiles, table, sinks)
+
+
+def _kind_of(part: Part | None) -> tuple[Any, ...] | None:
+    return None if part is None else (part.early, part.maps.scratch.layout.fields["gain"].shape)
+
+
+def _part(table: WorkTable, part: Part | None) -> dict[str, Any]:
+    """The kernel's arguments where it makes outputs of a part of the pairs."""
+    if part is None:
+        return {}
+    assert table.early is not None
+    return {
+        "forgot": Pointer("maps", torch.uint8, part.maps.scratch.layout.offset("forgot")),
+        "maps_start": table.early.maps_start,
+        "maps_stop": table.early.maps_stop,
+        "early": int(part.early),
+    }
 
 
 def _has_checkpoints(table: WorkTable, sinks: Sinks | None) -> bool:

@@ -118,7 +118,8 @@ def fold_runs_kernel(
         for s in gl.static_range(RING):
             mbarrier.init(full.index(s), count=1)
         # the first map of a sequence: its local state is its exit state, and its transition is not read
-        begins = (gl.load(starts + run) != 0).to(gl.int32)
+        how = gl.load(starts + run)
+        begins = (how > 0).to(gl.int32)
         for s in gl.static_range(RING):
             ahead = begins + s
             _load(transition_map, tile_row + ahead * H * 128, full.index(s), ring.index(s), ahead < steps)
@@ -126,7 +127,7 @@ def fold_runs_kernel(
             S = gl.load(local)
             gl.store(entry + stride, S)
         else:
-            S = gl.load(entry)
+            S = gl.load(entry, mask=at < 16384 * (how == 0).to(gl.int32), other=0.0)  # or from zeros
         held.store(S)
         barrier()
         for step in range(begins, steps):
