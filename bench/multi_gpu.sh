@@ -10,7 +10,7 @@
 # is recorded, and the next one runs.
 # Environment: PYTHON (python3, one that has torch), WORLD (ranks; the visible GPUs, or 2), BACKEND (nccl where there are
 # GPUs; gloo lets ranks share one), PRESET (h200, or tiny without a GPU), PARTS ("checks times peers links killed"),
-# SCALE (percent of the time limits, 100), COMMIT (what is measured).
+# TOTAL (seconds for all of it, 470), MAX_TOKENS (of what is timed), COMMIT (what is measured).
 set -uo pipefail
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 out="${1:?usage: bash bench/multi_gpu.sh OUT [SITE ...]}"
@@ -40,47 +40,62 @@ world="${WORLD:-$((gpus > 0 ? gpus : 2))}"
 if [ "$gpus" -gt 0 ]; then backend="${BACKEND:-nccl}" preset="${PRESET:-h200}"; else backend="${BACKEND:-gloo}" preset="${PRESET:-tiny}"; fi
 parts="${PARTS:-checks times peers links killed}"
 arguments=(--out "$out" --preset "$preset" --backend "$backend")
+[ -z "${MAX_TOKENS:-}" ] || arguments+=(--max-tokens "$MAX_TOKENS")
+total="${TOTAL:-470}"
 cd "$repo" || exit 2
 
-limit() { echo $(($1 * ${SCALE:-100} / 100)); }
-torchrun() { # SECONDS PART: the part on all ranks; nothing new is begun in the last fifteen seconds
-    timeout --kill-after=5 "$1" "$python" -m torch.distributed.run --nnodes=1 --nproc-per-node="$world" \
+torchrun() { # SECONDS PART [ARGUMENT ...]: the part on all ranks; nothing new is begun in the last fifteen seconds
+    local seconds="$1"
+    shift
+    timeout --kill-after=10 "$seconds" "$python" -m torch.distributed.run --nnodes=1 --nproc-per-node="$world" \
         --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --local-addr=127.0.0.1 \
-        -m gdncp.bench.multi_gpu "$2" "${arguments[@]}" --budget "$(($1 > 30 ? $1 - 15 : $1 / 2))"
+        -m gdncp.bench.multi_gpu "$@" "${arguments[@]}" --budget "$((seconds > 30 ? seconds - 15 : seconds / 2))"
 }
-part() { # NAME SECONDS
+shown() { grep --line-buffered -E "^ *[0-9.]+ s  |^killed"; }
+part() { # NAME SECONDS LATER: within its seconds, and such that as many as LATER are left for what comes after
     case " $parts " in *" $1 "*) ;; *) return ;; esac
-    local seconds code
-    seconds="$(limit "$2")"
+    local seconds="$2" left=$((total - (SECONDS - begun) - $3)) code
+    seconds=$((left < seconds ? left : seconds))
     rm -f "$out/parts/$1.json" "$out/parts/$1.rc"
-    if [ "$1" = killed ]; then
-        timeout --kill-after=5 "$seconds" "$python" -m gdncp.bench.multi_gpu killed "${arguments[@]}" --world-size "$world"
+    if [ "$seconds" -lt 10 ]; then
+        code=124
+        echo "no time was left" > "$out/logs/$1.err"
+    elif [ "$1" = killed ]; then
+        timeout --kill-after=10 "$seconds" "$python" -m gdncp.bench.multi_gpu killed "${arguments[@]}" \
+            --world-size "$world" > >(tee "$out/logs/$1.log" | shown) 2> "$out/logs/$1.err"
+        code=$?
     else
-        torchrun "$seconds" "$1"
-    fi > >(tee "$out/logs/$1.log" | grep --line-buffered -E "^ *[0-9.]+ s  |^killed") 2> "$out/logs/$1.err"
-    code=$?
+        torchrun "$seconds" "$1" > >(tee "$out/logs/$1.log" | shown) 2> "$out/logs/$1.err"
+        code=$?
+    fi
     echo "$code" > "$out/parts/$1.rc"
     echo "$1: exit code $code, $((SECONDS - begun)) s so far"
     if [ "$code" -ne 0 ]; then tail -n 5 "$out/logs/$1.err" >&2; fi
 }
 
 # peers compile while correctness, which is not timed, is looked at
-prepare=
+preparing=()
 case " $parts " in *" peers "*)
     if [ "$gpus" -gt 0 ]; then
-        FLA_CACHE_RESULTS=0 torchrun "$(limit 110)" prepare > "$out/logs/prepare.log" 2> "$out/logs/prepare.err" &
-        prepare=$!
+        for library in flashqla fla; do
+            for heads in 16/32 4/8; do
+                name="prepare-$library-${heads/\//_}"
+                FLA_CACHE_RESULTS=0 torchrun 115 prepare --library "$library" --heads "$heads" \
+                    > "$out/logs/$name.log" 2> "$out/logs/$name.err" &
+                preparing+=($!)
+            done
+        done
     fi ;;
 esac
-part checks 100
-if [ -n "$prepare" ]; then
-    wait "$prepare"
-    echo "peers prepared: exit code $?, $((SECONDS - begun)) s so far"
-fi
-part times 170
-part peers 110
-part links 35
-part killed 75
+part checks 105 0
+for job in ${preparing[@]+"${preparing[@]}"}; do
+    wait "$job"
+    echo "peers of a kind prepared: exit code $?, $((SECONDS - begun)) s so far"
+done
+part times 170 160
+part peers 120 75
+part links 35 55
+part killed 75 10
 "$python" -m gdncp.bench.multi_gpu merge --out "$out" ${COMMIT:+--commit "$COMMIT"}
 code=$?
 echo "$((SECONDS - begun)) s in all; exit code $code"

@@ -35,7 +35,6 @@ ON_RANKS: dict[str, Callable[[Book, Preset], None]] = {
     "checks": checks.run,
     "times": times.run,
     "peers": peers.run,
-    "prepare": peers.prepare,
     "links": _links,
 }
 PARTS = ("checks", "times", "peers", "links", "killed")
@@ -43,12 +42,15 @@ PARTS = ("checks", "times", "peers", "links", "killed")
 
 def parser() -> Parser:
     p = Parser("python -m gdncp.bench.multi_gpu", __doc__)
-    p.add_argument("part", choices=(*ON_RANKS, "killed", "merge"), help="prepare: peers compile, and nothing is timed")
+    p.add_argument("part", choices=(*ON_RANKS, "prepare", "killed", "merge"), help="prepare: peers compile, untimed")
     p.add_argument("--out", type=Path, required=True, help="folder of the run")
     p.add_argument("--preset", choices=PRESETS, default="h200")
     p.add_argument("--backend", choices=("nccl", "gloo"), default="nccl" if torch.cuda.is_available() else "gloo")
     p.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no new case is begun")
     p.add_argument("--world-size", type=int, default=2, help="of `killed`, which starts its ranks itself")
+    p.add_argument("--heads", nargs="+", help="only these of what is timed, as 16/32")
+    p.add_argument("--max-tokens", type=int, help="no longer sequence of what is timed")
+    p.add_argument("--library", help="only this one's peers are prepared, as fla")
     p.add_argument("--commit", help="what was measured; default: the commit of the working tree, if it is one")
     return p
 
@@ -56,16 +58,25 @@ def parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    preset, parts = PRESETS[args.preset], args.out / "parts"
+    parts = args.out / "parts"
+    try:
+        preset = PRESETS[args.preset].only(args.heads, args.max_tokens)
+    except ValueError as error:
+        p.error(str(error))
     if args.part == "merge":
         return merge.run(args.out, args.commit, PARTS)
     if args.part == "killed":
-        return killed.run(parts, args.world_size, args.backend, preset, args.budget)
+        return killed.run(parts, args.world_size, args.backend, args.preset, args.budget)
     if "LOCAL_RANK" not in os.environ:
         p.error(f"{args.part} must be started by torchrun")
     with join(args.backend, args.budget) as ranks, torch.no_grad():
-        book = Book(args.part, parts, ranks)
-        ON_RANKS[args.part](book, preset)
+        if args.part == "prepare":
+            name = "-".join(["prepare", args.library or "all", *(h.replace("/", "_") for h in args.heads or [])])
+            book = Book(name, parts, ranks)
+            peers.prepare(book, preset, args.library)
+        else:
+            book = Book(args.part, parts, ranks)
+            ON_RANKS[args.part](book, preset)
         book.end()
     return 1 if book.found["failures"] else 0
 

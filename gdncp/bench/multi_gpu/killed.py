@@ -23,18 +23,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import gdncp
 from gdncp import store
-from gdncp.bench.multi_gpu.presets import PRESETS, Preset
+from gdncp.bench.cases import Case, Shape
+from gdncp.bench.multi_gpu.ours import Planned
+from gdncp.bench.multi_gpu.presets import PRESETS
 from gdncp.bench.multi_gpu.ranks import join
 
 GROUP_TIMEOUT = 10.0  # seconds
-START_LIMIT, END_LIMIT = 40.0, 30.0  # seconds for ranks to begin, and for survivors to end
+START_LIMIT, END_LIMIT = 30.0, 40.0  # seconds for ranks to begin, and for survivors to end
 WAYS = {"default": {}, "blocking wait": {"TORCH_NCCL_BLOCKING_WAIT": "1"}}
 TELLING = ("broke off", "Watchdog", "terminate called", "what():", "Error")
 
 
-def run(folder: Path, world_size: int, backend: str, preset: Preset, budget: float) -> int:
+def run(folder: Path, world_size: int, backend: str, preset: str, budget: float) -> int:
     """Write killed.json; returns the exit code."""
     found: dict[str, Any] = {"part": "killed", "status": "done", "failures": [], "skipped": [], "backend": backend}
     found |= {"world_size": world_size, "group_timeout_s": GROUP_TIMEOUT}
@@ -42,11 +43,10 @@ def run(folder: Path, world_size: int, backend: str, preset: Preset, budget: flo
     if world_size < 2:
         found["skipped"].append("a rank killed: one rank leaves no survivors")
     else:
-        name = next(name for name, known in PRESETS.items() if known is preset)
         start_by = time.monotonic() + min(budget, START_LIMIT)
 
         def one_way(way: str) -> dict[str, Any] | None:
-            ranks = Ranks(world_size, backend, name, WAYS[way], logs / way)
+            ranks = Processes(world_size, backend, preset, WAYS[way], logs / way)
             try:
                 return ranks.kill_last(start_by)
             except RuntimeError as error:
@@ -66,7 +66,7 @@ def run(folder: Path, world_size: int, backend: str, preset: Preset, budget: flo
     return 1 if found["failures"] else 0
 
 
-class Ranks:
+class Processes:
     """Processes that prefill over and over; their output goes to files."""
 
     def __init__(self, size: int, backend: str, preset: str, more: dict[str, str], logs: Path):
@@ -126,27 +126,22 @@ def rank_main(arguments: Sequence[str]) -> None:
     """One rank: prefill until something breaks, and say what."""
     name, backend = arguments
     preset = PRESETS[name]
-    k, v = preset.heads[0]
     with join(backend, float("inf")) as ranks, torch.no_grad():
         words = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
         group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT), backend=words)
-        tokens = preset.lengths[0]
-        heads: dict[str, Any] = dict(num_q_heads=k, num_k_heads=k, num_v_heads=v, head_dim=preset.head_dim)
-        plan = gdncp.plan_prefill([tokens], world_size=ranks.size, cp_chunk_len=tokens // 4, **heads)
-        assert plan.crosses_ranks
-        own = plan.num_tokens(ranks.rank)
-        q, keys, values = (
-            torch.randn(own, n, preset.head_dim, device=ranks.device).to(preset.dtype) for n in (k, k, v)
-        )
-        # compiling may take longer than the timeout: first alone
-        alone = gdncp.plan_prefill([own], cp_chunk_len=tokens // 4, **heads)
-        gdncp.prefill(alone, q, keys, values, use_qk_l2norm_in_kernel=True, backend=preset.engine)
+        case = Case(Shape(preset.lengths[0], 1, *preset.heads[0], preset.head_dim), "one", preset.dtype, ranks.device)
+        sets = [case.tokens(seed=1)]
+        Planned(ranks, case, sets, preset, 1).calls[0]()  # compiling may take longer than the timeout: first alone
+        ours = Planned(ranks, case, sets, preset, ranks.size)
+        assert ours.plan.crosses_ranks
+        ours.group = group
+        (call,) = ours.calls
         ranks.synchronize()
         ranks.together("compiled")
         calls = 0
         try:
             while True:
-                gdncp.prefill(plan, q, keys, values, use_qk_l2norm_in_kernel=True, backend=preset.engine, group=group)
+                call()
                 ranks.synchronize()
                 calls += 1
                 if calls == 3:

@@ -62,9 +62,9 @@ def environment(commit: str | None) -> dict[str, Any]:
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     count = torch.cuda.device_count() if cuda else 0
     nccl = torch.cuda.nccl.version() if cuda else None
-    return {
-        **machine.describe(device, []),
-        "commit": commit or machine.describe(device, [])["commit"],
+    described = machine.describe(device, [])
+    return described | {
+        "commit": commit or described["commit"],
         "gpus": [torch.cuda.get_device_name(i) for i in range(count)],
         "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else nccl,
         "host": platform.platform(),

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import gdncp
 from gdncp.bench.cases import Case, Tokens
@@ -20,6 +21,8 @@ Parts = list[torch.Tensor]  # q, k, v, log alpha, beta of one rank
 
 class Planned:
     """A plan over some of the ranks (all, or this one alone), and its calls."""
+
+    group: dist.ProcessGroup | None = None  # of the calls; None: the default one
 
     def __init__(
         self, ranks: Ranks, case: Case, sets: Sequence[Tokens], preset: Preset, world_size: int, **choice: Any
@@ -64,6 +67,7 @@ class Planned:
             "output": self.output,
             "output_state": self.states,
             "backend": self._engine,
+            "group": self.group,
         }
 
     def _run(self, parts: Parts, timed: bool = False) -> gdncp.PrefillResult:

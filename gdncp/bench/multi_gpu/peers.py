@@ -84,14 +84,14 @@ Peer = FlaRanks | FlashQlaRanks | OneGpu
 
 
 def all_peers() -> list[Peer]:
-    """In the order in which they run: what compiles fast and matters most first."""
+    """In the order in which they run: what matters most first."""
     return [
-        OneGpu(FlashInfer("auto", "auto")),
         OneGpu(FlashQla("auto", gate_aware=False)),
         OneGpu(FlashQla("gates", gate_aware=True)),
         FlashQlaRanks(intra=True),
         FlashQlaRanks(intra=False),
         FlaRanks(),
+        OneGpu(FlashInfer("auto", "auto")),
     ]
 
 
@@ -112,23 +112,26 @@ def run(book: Book, preset: Preset) -> None:
 def _cases(book: Book, preset: Preset) -> Iterator[tuple[Peer, Case]]:
     """Every present peer's; FLA, whose time no gates change, on one kind of them."""
     present = _present(book)
-    for heads in preset.heads:
-        for tokens in preset.lengths:
-            if tokens % book.ranks.size:
-                book.skip(f"{tokens} tokens", f"peers need equal parts on {book.ranks.size} ranks")
-                continue
-            for gates in GATES:
-                case = Case(Shape(tokens, 1, *heads, preset.head_dim), gates, preset.dtype, book.ranks.device)
-                for peer in present:
-                    if gates == GATES[0] or not isinstance(peer, FlaRanks):
-                        yield peer, case
+    for shape in preset.shapes:
+        if shape.num_tokens % book.ranks.size:
+            book.skip(f"{shape.num_tokens} tokens", f"peers need equal parts on {book.ranks.size} ranks")
+            continue
+        for gates in GATES:
+            case = Case(shape, gates, preset.dtype, book.ranks.device)
+            for peer in present:
+                if gates == GATES[0] or not isinstance(peer, FlaRanks):
+                    yield peer, case
 
 
-def _present(book: Book) -> list[Peer]:
-    """Those that every rank has; why the others are absent is written down."""
+def _present(book: Book, library: str | None = None) -> list[Peer]:
+    """Those that every rank has, of one library if it is named; why the others are absent is written down."""
     found: list[Peer] = []
     for peer in all_peers():
+        if library is not None and not peer.name.startswith(f"{library}:"):
+            continue
         reasons = [r for r in book.ranks.together(peer.library.absent_reason(book.ranks.device)) if r]
+        if not peer.one_gpu and not reasons and (book.ranks.size < 2 or book.ranks.backend != "nccl"):
+            reasons = ["its CP is run on two ranks and more, over NCCL."]
         if reasons:
             book.found["absent"][peer.name] = reasons[0]
         else:
@@ -162,9 +165,9 @@ def _measure(book: Book, preset: Preset, peer: Peer, case: Case) -> None:
     book.say(f"{peer.name}, {case.shape} {case.gates}: {row['eager_ms']:.3f} ms, {error:.1e} from ours")
 
 
-def prepare(book: Book, preset: Preset) -> None:
+def prepare(book: Book, preset: Preset, library: str | None) -> None:
     """First calls alone, which compile; the cache on disk makes `run`'s first calls short."""
-    present = _present(book)
+    present = _present(book, library)
     for heads in preset.heads:
         case = Case(Shape(preset.prepare_tokens, 1, *heads, preset.head_dim), "one", preset.dtype, book.ranks.device)
         for peer in present:

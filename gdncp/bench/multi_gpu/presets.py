@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
+
+from gdncp.bench.cases import Shape
 
 GATES = ("layer", "forget", "one")  # kinds of `gdncp.bench.cases`, in the order of targets and tables
 
@@ -13,7 +16,7 @@ GATES = ("layer", "forget", "one")  # kinds of `gdncp.bench.cases`, in the order
 class Preset:
     check_sets: tuple[tuple[str, torch.dtype, int], ...]  # (backend, dtype, head dim) of the small numeric cases
     num_small_cases: int | None  # None: all
-    large_check: tuple[int, int]  # tokens and CP chunk length of the one long case
+    large_check: tuple[int, int]  # tokens and CP chunk length of the one long case, with the first heads
     engine: str  # the backend that is timed
     dtype: torch.dtype
     head_dim: int
@@ -27,6 +30,22 @@ class Preset:
     min_iterations: int
     link_bytes: tuple[int, ...]  # per rank
     prepare_tokens: int  # of peers' first calls, which compile
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Every length with every heads; the longest last, since what goes wrong with memory goes wrong there."""
+        *shorter, longest = self.lengths
+        pairs = [(tokens, heads) for heads in self.heads for tokens in shorter]
+        pairs += [(longest, heads) for heads in self.heads]
+        return [Shape(tokens, 1, *heads, self.head_dim) for tokens, heads in pairs]
+
+    def only(self, heads: Sequence[str] | None, max_tokens: int | None) -> Preset:
+        """Of what is timed, these heads, as "16/32", and no longer sequence.  ValueError if nothing is left."""
+        kept = tuple(pair for pair in self.heads if heads is None or "/".join(map(str, pair)) in heads)
+        lengths = tuple(n for n in self.lengths if max_tokens is None or n <= max_tokens)
+        if not kept or not lengths:
+            raise ValueError(f"heads and max_tokens must leave some of {self.heads} and of {self.lengths}")
+        return replace(self, heads=kept, lengths=lengths)
 
 
 PRESETS = {

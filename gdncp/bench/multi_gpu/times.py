@@ -26,13 +26,12 @@ MAX_HOLD_MS = 20.0
 
 def run(book: Book, preset: Preset) -> None:
     clock = RankClock(book.ranks.group, book.ranks.device)
-    for i, heads in enumerate(preset.heads):
-        for tokens in preset.lengths:
-            for gates in GATES:
-                _case(book, preset, clock, Shape(tokens, 1, *heads, preset.head_dim), gates)
-        if i == 0:
+    for i, shape in enumerate(preset.shapes):
+        if i == len(preset.lengths) - 1:  # before other heads
             weak.run(book, preset, clock)
             trace.run(book, preset)
+        for gates in GATES:
+            _case(book, preset, clock, shape, gates)
 
 
 def input_sets(case: Case) -> list[Tokens]:
@@ -76,8 +75,10 @@ def _case(book: Book, preset: Preset, clock: RankClock, shape: Shape, gates: str
 def variants(preset: Preset, shape: Shape, tokens: Tokens) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, arguments of `plan_prefill`): the planner alone, told of the gates, and each of its choices by name."""
     yield "auto", {}
+    if (shape.num_k_heads, shape.num_v_heads) != preset.heads[0]:
+        return
     yield "half-lives told", {"head_half_lives": half_lives(tokens)}
-    if shape.num_tokens in preset.detailed and (shape.num_k_heads, shape.num_v_heads) == preset.heads[0]:
+    if shape.num_tokens in preset.detailed:
         for fixup in FIXUPS[:3]:
             yield fixup, {"fixup": fixup}
         for finish in finishes():
