@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import gdncp
+from gdncp.backends import AffineMaps
 from gdncp.bench.cases import Case, Tokens
 from gdncp.bench.multi_gpu.presets import Preset
 from gdncp.bench.multi_gpu.ranks import Ranks
@@ -75,7 +76,9 @@ class Planned:
 
     def _run_without_exchange(self, parts: Parts) -> gdncp.PrefillResult:
         summary = gdncp.summarise(self.plan, *parts, **self._arguments())
-        return gdncp.finish(gdncp.EntryStates(summary, FixupStats("local")))
+        heads, v_dim, k_dim = summary.call.state_shape
+        maps = summary.maps or AffineMaps.empty(0, heads, k_dim, v_dim, parts[0].device)
+        return gdncp.finish(gdncp.EntryStates(summary, FixupStats("local"), maps))
 
 
 def share(tokens: Tokens, ranges: Sequence[tuple[int, int]]) -> Parts:

@@ -64,7 +64,7 @@ def _case(book: Book, preset: Preset, clock: RankClock, shape: Shape, gates: str
                 if variant == "auto":
                     row |= stages(ranks, clock, ours, row["host_us"] / 1e3)
                     if ranks.captures and ours.plan.crosses_ranks:
-                        row |= exposed(clock, ours, preset, row["graph_ms"])
+                        row |= exposed(ranks, clock, ours, preset, row["graph_ms"])
                 book.add("times", row)
                 if variant == "auto":
                     alone = _ms(book.found["one_gpu"][-1])
@@ -104,13 +104,17 @@ def _captured(clock: RankClock, calls: list[Call], count: int) -> float:
     return clock.median(replays, count)
 
 
-def exposed(clock: RankClock, ours: Planned, preset: Preset, graph_ms: float) -> dict[str, Any]:
+def exposed(ranks: Ranks, clock: RankClock, ours: Planned, preset: Preset, graph_ms: float) -> dict[str, Any]:
     """What stage 3 adds to a captured call: its time less that of a graph of stages 1, 2 and 4 alone."""
+    failure = None
     try:
         ours.calls_without_exchange[0]()
-        without = _captured(clock, ours.calls_without_exchange, preset.min_iterations)
     except Exception as error:
-        return {"without_fixup_failed": summary_of(error)}
+        failure = summary_of(error)
+    failures = [text for text in ranks.together(failure) if text]
+    if failures:
+        return {"without_fixup_failed": failures[0]}
+    without = _captured(clock, ours.calls_without_exchange, preset.min_iterations)
     return {"without_fixup_ms": without, "exposed_us": 1e3 * (graph_ms - without)}
 
 
