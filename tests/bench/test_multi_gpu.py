@@ -53,7 +53,7 @@ def test_the_script_runs_every_part_on_cpu_ranks(run):
     (survivor,) = parts["killed"]["ways"]["default"]["survivors"]
     assert survivor["raised"] and "broke off on rank 0 of 2" in survivor["said"] and survivor["seconds"] < 15
     text = (out / "multi_gpu.md").read_text()
-    assert "## Same bits as one GPU" in text and "| 9 of 9 |" in text and "fla:cp is not here" in text
+    assert "## Same bits as one GPU" in text and "fla:cp is not here" in text
 
 
 def _wrong_on_rank_1(rank: int) -> dict:
@@ -80,9 +80,10 @@ def _off_by_a_bit(prefill):
 
 def test_one_wrong_bit_on_one_rank_is_found():
     rows = run_ranks(_wrong_on_rank_1, 2)
+    promised = [name for name, _ in every_choice([1000], 2, 64) if not name.startswith("tree")]
     for row in rows:
-        assert row["promised"] == 9 and row["equal"] == 0
-        assert len(row["wrong"]) == 9 and row["wrong"][0] == "rank 1: chain contiguous: other bits than one GPU"
+        assert row["promised"] == len(promised) and row["equal"] == 0
+        assert row["wrong"] == [f"rank 1: {name}: other bits than one GPU" for name in promised]
 
 
 def test_explicit_ranges_are_a_partition_on_the_grid():
