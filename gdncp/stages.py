@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from gdncp import collectives, states
 from gdncp.backends import AffineMaps, Backend, Sinks, TokenInputs
-from gdncp.backends.base import Part, StateBackend, folds_runs, moves_states, opens
+from gdncp.backends.base import OpeningBackend, Part, StateBackend, folds_runs, moves_states, opens
 from gdncp.layout import Layout, fold_on_device
 from gdncp.plan import PrefillPlan
 from gdncp.plan.cost import STAGES as STAGES
@@ -205,13 +205,18 @@ def summarise(call: Call) -> Summary:
 
             def reduce(lane: int, table: WorkTable) -> None:
                 arguments = (call.inputs, tiles[lane], table, entry_states, maps, call.forget_below)
-                if opens(call.backend):
-                    call.backend.precompute_mn_and_open(*arguments, sinks)
+                if (backend := _opening(call)) is not None:
+                    backend.precompute_mn_and_open(*arguments, sinks)
                 else:
                     call.backend.precompute_mn(*arguments)
 
             _on_lanes(call, reduce)
     return Summary(call, tiles, entry_states, maps, sinks)
+
+
+def _opening(call: Call) -> OpeningBackend | None:
+    """The backend, where stage 2 is to open sequences."""
+    return call.backend if opens(call.backend) and (call.plan is None or call.plan.opens) else None
 
 
 def _load_starts(call: Call, entry_states: torch.Tensor) -> None:
@@ -305,8 +310,8 @@ def finish(entry: EntryStates) -> PrefillResult:
     call, layout, sinks = summary.call, summary.call.layout, summary.sinks
     backend, entry_states, destination = call.backend, summary.entry_states, call.states.destination
     run = backend.cp_prefill
-    if opens(backend) and summary.maps is not None:
-        run = backend.cp_prefill_after_opening
+    if summary.maps is not None and (opening := _opening(call)) is not None:
+        run = opening.cp_prefill_after_opening
     in_parts = layout.has_early and layout.has_late
 
     def stage_4(early: bool) -> None:

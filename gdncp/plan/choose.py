@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gdncp.plan import cost, layout
 from gdncp.plan.checks import CHUNK
 from gdncp.plan.profiles import CostProfile
 from gdncp.plan.stage_model import Kind, StageModel
+
+if TYPE_CHECKING:
+    from gdncp.plan.prefill_plan import PrefillPlan
 
 _LEAST = 4 * CHUNK  # a shorter CP chunk is not chosen: what the model leaves out (tails, small launches) eats its gain
 _GAIN = 0.03  # nor a split that gains less: what the model gets wrong
@@ -33,6 +36,13 @@ def choose_fixup(load: cost.FixupLoad, profile: CostProfile, require_reproducibl
     tree = seconds.pop("tree")
     in_order = min(seconds, key=lambda strategy: seconds[strategy])  # on a tie the first named
     return "tree" if not require_reproducible and tree < _CLEARLY * seconds[in_order] else in_order
+
+
+def choose_plan(usual: PrefillPlan, other: PrefillPlan, gates: Sequence[Sequence[float] | None]) -> PrefillPlan:
+    """The plan that is least behind the better of the two, whichever of these half-lives the heads have."""
+    seconds = [[cost.total_seconds(plan, half_lives) for half_lives in gates] for plan in (usual, other)]
+    behind, other_behind = (max(own / min(both) for own, *both in zip(mine, *seconds, strict=True)) for mine in seconds)
+    return other if other_behind < (1 - _GAIN) * behind else usual
 
 
 def choose_grid(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from gdncp.plan.checks import CHUNK
 from gdncp.plan.model import Segment
 from gdncp.plan.overlap import prefill_parts
 from gdncp.plan.profiles import CostProfile
-from gdncp.plan.stage_model import Kind, StageModel
+from gdncp.plan.stage_model import Kind
 
 if TYPE_CHECKING:
     from gdncp.plan.prefill_plan import PrefillPlan
@@ -162,13 +163,19 @@ def _tree_bytes(plan: PrefillPlan, state_bytes: int) -> tuple[int, ...]:
     return tuple(sent)
 
 
+def total_seconds(plan: PrefillPlan, head_half_lives: Sequence[float] | None) -> float:
+    """With such gates: stages 1 and 2 of the slowest rank, the fixup, then stage 4 of the slowest rank."""
+    half_lives = None if head_half_lives is None else tuple(head_half_lives)
+    t, mn, fixup, prefill = predict(replace(plan, head_half_lives=half_lives)).values()
+    return max(map(sum, zip(t, mn, strict=True))) + max(fixup) + max(prefill)
+
+
 def predict(plan: PrefillPlan) -> dict[str, tuple[float, ...]]:
     """Stage -> seconds per rank.  A rank's fixup ends with the slowest one's, except where it takes no part.
 
     Of an exchange that runs beside stage 4, what stage 4 waits for it.
     """
-    profile, heads = plan.profile, plan.num_state_heads
-    model = StageModel(profile, heads, plan.num_k_heads, plan.head_dim, plan.head_half_lives, plan.forget_below)
+    profile, heads, model = plan.profile, plan.num_state_heads, plan.stage_model
     crossing = plan.fixup_seconds[plan.fixup] if plan.crosses_ranks else 0.0
     columns = []
     for rank in range(plan.world_size):

@@ -58,7 +58,8 @@ def _ranks(plan: PrefillPlan) -> str:
 def _cp_chunks(plan: PrefillPlan) -> str:
     how = "as asked" if plan.cp_chunk_len_requested else "chosen by predicted time"
     first = f", a sequence's first of {plan.first_cp_chunk_len:,}" if len(set(plan.grid)) > 1 else ""
-    return f"{plan.num_cp_chunks:,} of up to {plan.cp_chunk_len:,} tokens{first} ({how})"
+    apart = "" if plan.opens else "; first ones get their outputs in stage 4, like the others"
+    return f"{plan.num_cp_chunks:,} of up to {plan.cp_chunk_len:,} tokens{first} ({how}){apart}"
 
 
 def _crossing(plan: PrefillPlan) -> str:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from gdncp.plan import checks, choose, cost, layout
 from gdncp.plan.model import TokenRun
-from gdncp.plan.overlap import entry_late_gains
 from gdncp.plan.prefill_plan import PrefillPlan
 from gdncp.plan.profiles import CostProfile, find_profile
 from gdncp.plan.stage_model import StageModel
@@ -26,6 +25,7 @@ def plan_prefill(
     first_cp_chunk_len: int | None = None,
     checkpoint_every_n_tokens: int = 0,
     checkpoint_positions: Sequence[Sequence[int]] | None = None,
+    opens: bool | None = None,
     fixup: str = "auto",
     finish: str = "auto",
     lanes_per_rank: int = 1,
@@ -49,6 +49,9 @@ def plan_prefill(
             planner chooses it as well on one rank; on several ranks all CP chunks are equal.
         checkpoint_every_n_tokens: a state checkpoint after every n-th token of a sequence; a multiple of 64, 0: none.
         checkpoint_positions: instead, per sequence the strictly ascending numbers of tokens after which to take one.
+        opens: for those who tune: whether stage 2's launch also runs stage 4 of sequences' first CP chunks, on backends
+            that can. That saves the scan of their N, and costs where gates forget, as that scan is then short. It
+            decides about the bits of states. None: True, or what is faster where the CP chunk length is chosen.
         fixup: "chain", "all_gather", "head_sharded", "tree", or "auto": the cheapest by the cost model, "tree" only
             where it is so by a tenth. Where no sequence crosses ranks it is "local".
         finish: whether stage 4 waits for the exchange as a whole: "entry_first"; or, "entry_late", only where an entry
@@ -82,6 +85,8 @@ def plan_prefill(
         head_half_lives = checks.half_lives(head_half_lives, max(heads))
     if forget_below is not None:
         forget_below = checks.forget_bound(forget_below)
+    if opens is not None and not isinstance(opens, bool):
+        raise ValueError(f"opens must be True, False or None, got {opens!r}")
     profile = find_profile(profile)
     if isinstance(ownership, str):
         checks.word("ownership", ownership, checks.OWNERSHIPS, " or [[(start, stop), ...] per rank]")
@@ -92,61 +97,81 @@ def plan_prefill(
     gates: list[Sequence[float] | None] = [head_half_lives]  # that the layer may have
     if head_half_lives is None and forget_below != 0:
         gates.append(choose.typical_half_lives(max(heads)))
-    requested = cp_chunk_len
-    if requested is None:
-        if first_cp_chunk_len is not None:
-            raise ValueError(f"first_cp_chunk_len must be None where cp_chunk_len is, got {first_cp_chunk_len!r}")
-        models = [StageModel(profile, max(heads), heads[1], head_dim, half_lives, forget_below) for half_lives in gates]
+
+    def on_grid(grid: layout.Grid, requested: int | None, opens: bool) -> PrefillPlan:
+        runs = _own(seq_starts, world_size, ownership, grid)
+        segments = layout.build_segments(seq_starts, runs, world_size, grid)
+        if all(segment.next is None for segment in segments):
+            resolved = "local"
+        elif fixup == "auto":
+            load = cost.fixup_load(segments, world_size, max(heads), head_dim)
+            resolved = choose.choose_fixup(load, profile, require_reproducible)
+        else:
+            resolved = fixup
+        return PrefillPlan(
+            seq_lens=lengths,
+            world_size=world_size,
+            ownership=ownership if isinstance(ownership, str) else "explicit",
+            num_q_heads=heads[0],
+            num_k_heads=heads[1],
+            num_v_heads=heads[2],
+            head_dim=head_dim,
+            cp_chunk_len=grid.length,
+            cp_chunk_len_requested=requested,
+            first_cp_chunk_len=grid.first,
+            checkpoint_every_n_tokens=every,
+            checkpoint_positions=checkpoint_positions,
+            opens=opens,
+            fixup=resolved,
+            fixup_requested=fixup,
+            finish="entry_first",
+            finish_requested=finish,
+            lanes_per_rank=lanes,
+            head_half_lives=head_half_lives,
+            forget_below=forget_below,
+            require_reproducible=bool(require_reproducible),
+            profile=profile,
+            runs=runs,
+            segments=segments,
+        )
+
+    def finished(plan: PrefillPlan) -> PrefillPlan:
+        late = finish == "entry_late" and plan.crosses_ranks
+        return replace(plan, finish="entry_late") if late else plan
+
+    if cp_chunk_len is not None:
+        length = checks.cp_chunk_len(cp_chunk_len)
+        first = length if first_cp_chunk_len is None else first_cp_chunk_len
+        grid = layout.Grid(checks.cp_chunk_len(first, "first_cp_chunk_len"), length)
+        return finished(on_grid(grid, length, opens is not False))
+    if first_cp_chunk_len is not None:
+        raise ValueError(f"first_cp_chunk_len must be None where cp_chunk_len is, got {first_cp_chunk_len!r}")
+
+    def chosen(opens: bool) -> PrefillPlan:
+        costs = replace(profile, opens=profile.opens and opens)
         grid = choose.choose_grid(
             lengths,
             world_size,
             ownership,
-            models,
+            [StageModel(costs, max(heads), heads[1], head_dim, half_lives, forget_below) for half_lives in gates],
             lanes_per_rank=lanes,
             fixup=fixup,
             require_reproducible=require_reproducible,
         )
-    else:
-        requested = checks.cp_chunk_len(requested)
-        first = requested if first_cp_chunk_len is None else first_cp_chunk_len
-        grid = layout.Grid(checks.cp_chunk_len(first, "first_cp_chunk_len"), requested)
+        return on_grid(grid, None, opens)
 
-    runs = _own(seq_starts, world_size, ownership, grid)
-    segments = layout.build_segments(seq_starts, runs, world_size, grid)
-    if all(segment.next is None for segment in segments):
-        resolved = "local"
-    elif fixup == "auto":
-        load = cost.fixup_load(segments, world_size, max(heads), head_dim)
-        resolved = choose.choose_fixup(load, profile, require_reproducible)
-    else:
-        resolved = fixup
-    plan = PrefillPlan(
-        seq_lens=lengths,
-        world_size=world_size,
-        ownership=ownership if isinstance(ownership, str) else "explicit",
-        num_q_heads=heads[0],
-        num_k_heads=heads[1],
-        num_v_heads=heads[2],
-        head_dim=head_dim,
-        cp_chunk_len=grid.length,
-        cp_chunk_len_requested=requested,
-        first_cp_chunk_len=grid.first,
-        checkpoint_every_n_tokens=every,
-        checkpoint_positions=checkpoint_positions,
-        fixup=resolved,
-        fixup_requested=fixup,
-        finish="entry_first",
-        finish_requested=finish,
-        lanes_per_rank=lanes,
-        head_half_lives=head_half_lives,
-        forget_below=forget_below,
-        require_reproducible=bool(require_reproducible),
-        profile=profile,
-        runs=runs,
-        segments=segments,
-    )
-    late = plan.crosses_ranks if finish == "entry_late" else finish == "auto" and entry_late_gains(plan, gates)
-    return replace(plan, finish="entry_late") if late else plan
+    if opens is not None:
+        return finished(chosen(opens))
+    plan = chosen(True)
+    if profile.opens and not require_reproducible and _may_not_open(lengths, world_size, head_half_lives):
+        plan = choose.choose_plan(plan, chosen(False), gates)
+    return finished(plan)
+
+
+def _may_not_open(lengths: Sequence[int], world_size: int, head_half_lives: Sequence[float] | None) -> bool:
+    """Whether it can be better not to open sequences: where the host knows that gates forget, or where the rank that
+    holds a sequence's start keeps the others waiting.  Of many sequences, every rank opens some."""
+    return any(lengths) and (head_half_lives is not None or 1 < world_size > len(lengths) / 2)
 
 
 def _own(

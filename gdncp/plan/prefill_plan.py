@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 from gdncp.plan import cost, layout
 from gdncp.plan.model import CpChunk, RankPlan, Segment, TokenRun
 from gdncp.plan.profiles import CostProfile
+from gdncp.plan.stage_model import StageModel
 
 PLAN_FORMAT = 1  # part of the digest: raise it whenever the same inputs begin to give other tables
 
@@ -34,6 +35,7 @@ class PrefillPlan:
     first_cp_chunk_len: int  # resolved: of each sequence's first CP chunk
     checkpoint_every_n_tokens: int
     checkpoint_positions: tuple[tuple[int, ...], ...] | None
+    opens: bool  # stage 2's launch also runs stage 4 of first CP chunks, on backends that can
     fixup: str  # resolved: "local" where nothing crosses ranks
     fixup_requested: str
     finish: str  # resolved: "entry_first" or "entry_late"
@@ -175,6 +177,7 @@ class PrefillPlan:
             self.cp_chunk_len if self.first_cp_chunk_len == self.cp_chunk_len else self.grid[:],
             self.checkpoint_every_n_tokens,
             self.checkpoint_positions,
+            *(() if self.opens else ("apart",)),
             self.fixup,
             self.finish,
             self.lanes_per_rank,
@@ -182,6 +185,18 @@ class PrefillPlan:
             self.forget_below,
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @cached_property
+    def stage_model(self) -> StageModel:
+        """What stages 1, 2 and 4 take, by `profile`."""
+        return StageModel(
+            replace(self.profile, opens=self.profile.opens and self.opens),
+            self.num_state_heads,
+            self.num_k_heads,
+            self.head_dim,
+            self.head_half_lives,
+            self.forget_below,
+        )
 
     @cached_property
     def predicted(self) -> Mapping[str, tuple[float, ...]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gdncp.plan import PrefillPlan
 from gdncp.plan.checks import CHUNK
 from gdncp.plan.cost import STAGES
-from gdncp.plan.stage_model import Kind, StageModel, StageSeconds
+from gdncp.plan.stage_model import Kind, StageSeconds
 from gdncp.simulate.collectives import FIXUPS, Rank
 from gdncp.simulate.engine import Process
 from gdncp.simulate.machine import Machine
@@ -32,9 +32,6 @@ class Outcome:
 def simulate_plan(plan: PrefillPlan) -> Outcome:
     """The program on `plan.profile`'s machine: all ranks start at once."""
     machine = Machine(plan.profile, plan.world_size)
-    model = StageModel(
-        plan.profile, plan.num_state_heads, plan.num_k_heads, plan.head_dim, plan.head_half_lives, plan.forget_below
-    )
     known: dict[frozenset[tuple[Kind, int]], StageSeconds] = {}  # ranks with equal work share its schedule of units
     marks: list[list[float]] = [[] for _ in range(plan.world_size)]
 
@@ -45,7 +42,7 @@ def simulate_plan(plan: PrefillPlan) -> Outcome:
         )
         key = frozenset(kinds.items())
         if key not in known:
-            known[key] = model.seconds(kinds)
+            known[key] = plan.stage_model.seconds(kinds)
         return known[key]
 
     def run(rank: int) -> Process:

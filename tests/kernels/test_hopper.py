@@ -210,7 +210,8 @@ def test_views_that_are_not_aligned_and_only_empty_sequences():
 @hopper_only
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_public_calls_where_stage_2_opens_sequences(lanes, dtype):
+@pytest.mark.parametrize("opens", [True, False])
+def test_public_calls_where_stage_2_opens_sequences(lanes, opens, dtype):
     """A sequence's first CP chunk gets outputs and checkpoints in stage 2's launch, and runs of maps fold in one."""
     every, starts = 64, [0, *torch.tensor([n // 64 for n in SEQ_LENS]).cumsum(0).tolist()]
     inputs = make_inputs(sum(SEQ_LENS), (1, 1, 2), gates="mixed", dtype=dtype)
@@ -218,12 +219,14 @@ def test_public_calls_where_stage_2_opens_sequences(lanes, dtype):
     gpu = on_gpu(inputs)
     heads = {"num_q_heads": 1, "num_k_heads": 1, "num_v_heads": 2, "head_dim": 128}
     plan = gdncp.plan_prefill(
-        SEQ_LENS, **heads, cp_chunk_len=256, checkpoint_every_n_tokens=every, lanes_per_rank=lanes
+        SEQ_LENS, **heads, cp_chunk_len=256, checkpoint_every_n_tokens=every, lanes_per_rank=lanes, opens=opens
     )
     tokens = (gpu.q, gpu.k, gpu.v, gpu.gate, gpu.beta)
     result = gdncp.prefill(plan, *tokens, initial_state=initial.cuda(), backend="hopper", gate_space="log")
     assert_matches_oracle(result, inputs, SEQ_LENS, initial, ALLOWED[dtype], checkpoint_every_n_tokens=every)
 
+    if not opens:  # which the other call does
+        return
     checkpoints = torch.full_like(result.checkpoints, 7.0)
     output, final = gdncp.chunk_gated_delta_rule(
         *tokens,

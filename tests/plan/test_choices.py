@@ -8,7 +8,7 @@ import pytest
 
 from gdncp.plan import PROFILES, PrefillPlan, plan_prefill
 from gdncp.plan.choose import typical_half_lives
-from gdncp.plan.cost import FixupLoad, fixup_seconds
+from gdncp.plan.cost import FixupLoad, fixup_seconds, total_seconds
 
 LAYER = {"num_q_heads": 16, "num_k_heads": 16, "num_v_heads": 32}
 H200 = PROFILES["h200"]
@@ -176,16 +176,39 @@ def test_first_cp_chunks_even_out_stage_2() -> None:
     first, middle = plan.cp_chunks[0].num_tokens, plan.cp_chunks[1].num_tokens
     assert first * H200.tile_prefill_s == pytest.approx(2 * middle * H200.tile_m_s, rel=0.05)
     # heads that forget leave nothing beside the openings: now these must not be long
-    forgets = plan_prefill([32768], head_half_lives=[4.0] * 32, profile="h200", **LAYER)
+    forgets = plan_prefill([32768], head_half_lives=[4.0] * 32, opens=True, profile="h200", **LAYER)
     assert forgets.first_cp_chunk_len < 0.8 * forgets.cp_chunk_len
     for other in (plan, forgets):
         assert other.cp_chunks[-1].num_tokens == other.cp_chunk_len  # nothing is left for the last to be short of
+    # better still: none, and all outputs in one wave
+    best = plan_prefill([32768], head_half_lives=[4.0] * 32, profile="h200", **LAYER)
+    assert not best.opens and best.cp_chunk_len == 8192
 
 
 def test_several_ranks_have_equal_cp_chunks() -> None:
     for options in ({"world_size": 2}, {"require_reproducible": True}):
         plan = plan_prefill([1 << 17], profile="h200", **options, **LAYER)
         assert plan.first_cp_chunk_len == plan.cp_chunk_len
+
+
+@pytest.mark.parametrize("tokens", [32768, 131072, 524288])
+def test_a_rank_that_opens_a_sequence_does_not_keep_the_others_waiting(tokens: int) -> None:
+    """Where gates forget, others have next to no stage 2; where they do not, nothing is lost."""
+    shape = {"world_size": 2, **LAYER, "profile": "h200"}
+    chosen, opening = plan_prefill([tokens], **shape), plan_prefill([tokens], opens=True, **shape)
+    assert not chosen.opens and opening.opens
+    for half_lives in (None, typical_half_lives(32), [8.0] * 32):
+        assert total_seconds(chosen, half_lives) < 1.03 * total_seconds(opening, half_lives)
+    assert total_seconds(chosen, [8.0] * 32) < 0.9 * total_seconds(opening, [8.0] * 32)
+
+
+def test_sequences_are_opened_where_that_gains_or_bits_depend_on_it() -> None:
+    shape = {**LAYER, "profile": "h200"}
+    assert plan_prefill([32768], **shape).opens  # alone, with gates of any strength
+    assert plan_prefill([1024] * 64, world_size=2, **shape).opens  # every rank opens some
+    assert plan_prefill([32768], world_size=2, cp_chunk_len=4096, **shape).opens
+    assert plan_prefill([32768], world_size=2, require_reproducible=True, **shape).opens
+    assert plan_prefill([32768], world_size=2, profile="cpu", **LAYER).opens  # of no account there
 
 
 def test_partial_waves_count() -> None:

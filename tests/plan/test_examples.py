@@ -181,6 +181,7 @@ def test_ranks_and_sequences_outside_the_plan(rank: int) -> None:
         {"lanes_per_rank": 2},
         {"head_half_lives": [8.0] * 4},
         {"forget_below": 0},
+        {"opens": False},
         {"seq_lens": [601]},
     ],
     ids=lambda change: "-".join(change),
