@@ -40,14 +40,12 @@ class ScratchLayout:
 class Scratch:
     """Uninitialised memory laid out so."""
 
-    __slots__ = ("_memory", "layout")
+    __slots__ = ("_memory", "address", "layout")
 
     def __init__(self, layout: ScratchLayout, device: torch.device):
         self.layout = layout
         self._memory = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
-
-    def data_ptr(self) -> int:
-        return self._memory.data_ptr()
+        self.address = self._memory.data_ptr()
 
     def tensor(self, name: str) -> torch.Tensor:
         """A view, which keeps all of the allocation in memory."""

@@ -56,7 +56,7 @@ class AffineMaps:
     """
 
     scratch: Scratch  # laid out by `maps_layout`; the properties are its tensors
-    deferred: list[Callable[[], None]] = field(default_factory=list)  # what still has to be enqueued for `dropped`
+    deferred: list[Callable[[], None]] = field(default_factory=list)  # what `dropped` needs enqueued, lane by lane
 
     @cached_property
     def transition(self) -> torch.Tensor:
@@ -93,10 +93,10 @@ class AffineMaps:
         """[m, H] fp32: bound on ‖what N's scan left out‖, the entry state's share apart; 0: nothing.
 
         Only reports need it, so a backend may put its making off until it is read here.  Until then the tokens and the
-        initial states must stay what they were in stage 2.
+        initial states must stay what they were in stage 2.  Made at every reading: a CUDA graph may have been replayed.
         """
-        while self.deferred:
-            self.deferred.pop()()
+        for make in self.deferred:
+            make()
         return self.dropped_rows
 
     @classmethod

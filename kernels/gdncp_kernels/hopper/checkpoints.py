@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from gdncp.backends.base import Sinks, TokenInputs
+    from gdncp.backends.base import Sinks
     from gdncp.work import WorkTable
-    from gdncp_kernels.hopper.precompute_t import Tiles
+    from gdncp_kernels.hopper.tiles import Tiles
 
 DIM = tl.constexpr(128)
 BLOCK = tl.constexpr(32)  # state rows per program
@@ -84,14 +84,14 @@ def _finish_kernel(
     tl.store(at, state)
 
 
-def finish(inputs: TokenInputs, tiles: Tiles, table: WorkTable, sinks: Sinks) -> None:
+def finish(tiles: Tiles, table: WorkTable, sinks: Sinks) -> None:
     """Move the stored states of checkpoints inside a chunk on to where they stand.
 
     Tables built on the device have none: there checkpoints and CP chunks stand at multiples of 64 tokens.
     """
     if table.host is None or not table.host.checkpoints_inside_chunks:
         return
-    num_heads = inputs.num_state_heads
+    inputs, num_heads = tiles.inputs, tiles.inputs.num_state_heads
     _finish_kernel[(table.num_checkpoints * num_heads * (128 // BLOCK.value),)](
         inputs.k,
         inputs.v,

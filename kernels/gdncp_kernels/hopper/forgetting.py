@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from gdncp.backends.base import TokenInputs
     from gdncp.scratch import Scratch
     from gdncp.work import WorkTable
-    from gdncp_kernels.hopper.precompute_t import Tiles
+    from gdncp_kernels.hopper.tiles import Tiles
 
 DIM = tl.constexpr(128)
 L2NORM_EPS = tl.constexpr(1e-6)
@@ -125,50 +124,44 @@ def _dropped_kernel(
     tl.store(dropped + row * H + head, tl.where(bound > 0, up, 0.0))
 
 
-def fill_dropped(
-    inputs: TokenInputs,
-    tiles: Tiles,
-    table: WorkTable,
-    entry_states: torch.Tensor,
-    maps: Scratch,
-    dump_row: int,
-) -> None:
+def fill_dropped(tiles: Tiles, table: WorkTable, entry_states: torch.Tensor, maps: Scratch, dump_row: int) -> None:
     """Write `dropped` of the maps where the scan was cut at `Tiles.start_chunk`; elsewhere it is 0 already.
 
     Only for who asks: it reads all values that were left out.
     """
-    num_heads, start_chunk = inputs.num_state_heads, tiles.start_chunk
-    reach = torch.empty_like(tiles.growth)
-    _reach_kernel[(table.num_maps * SLICES * num_heads,)](
-        inputs.v,
-        tiles.gates,
-        tiles.keys,
-        reach,
-        start_chunk,
-        table.token_start,
-        table.num_tokens,
-        table.first_chunk,
-        table.map_item,
-        num_heads,
-        inputs.k.shape[1],
-        inputs.v.shape[1],
-        L2NORM=inputs.use_qk_l2norm,
-        SLICES=SLICES,
-        num_warps=4,
-    )
-    _dropped_kernel[(table.num_maps * num_heads,)](
-        tiles.growth,
-        reach,
-        start_chunk,
-        table.num_tokens,
-        table.first_chunk,
-        table.item_row,
-        table.map_item,
-        table.map_row,
-        table.map_is_first.view(torch.uint8),
-        entry_states,
-        maps.tensor("dropped"),
-        num_heads,
-        dump_row,
-        num_warps=1,
-    )
+    inputs, start_chunk = tiles.inputs, tiles.start_chunk
+    num_heads, reach = inputs.num_state_heads, torch.empty_like(tiles.growth)
+    with torch.cuda.device_of(entry_states):
+        _reach_kernel[(table.num_maps * SLICES * num_heads,)](
+            inputs.v,
+            tiles.gates,
+            tiles.keys,
+            reach,
+            start_chunk,
+            table.token_start,
+            table.num_tokens,
+            table.first_chunk,
+            table.map_item,
+            num_heads,
+            inputs.k.shape[1],
+            inputs.v.shape[1],
+            L2NORM=inputs.use_qk_l2norm,
+            SLICES=SLICES,
+            num_warps=4,
+        )
+        _dropped_kernel[(table.num_maps * num_heads,)](
+            tiles.growth,
+            reach,
+            start_chunk,
+            table.num_tokens,
+            table.first_chunk,
+            table.item_row,
+            table.map_item,
+            table.map_row,
+            table.map_is_first.view(torch.uint8),
+            entry_states,
+            maps.tensor("dropped"),
+            num_heads,
+            dump_row,
+            num_warps=1,
+        )

@@ -22,7 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 _ALIGNMENT = 16  # bytes: what Triton compiles pointers for
-_MOST_FILLED = 16  # argument lists that a launch keeps, half a KiB each
+_MOST_FILLED = 128  # argument lists that `Launches` keep, half a KiB a kernel: a model's layers have a pool each
 
 
 @dataclass(frozen=True)
@@ -74,94 +74,97 @@ class Launcher:
         if not self.jitted:
             self.kernel[(num_programs,)](*arguments, **self.options)
             return
-        key: list[Any] = [driver.active.get_current_device()]
-        values = []
-        for i, x in enumerate(arguments):
-            if isinstance(x, torch.Tensor):
-                address = x.data_ptr()
-                values.append(address)
-                key.append((x.dtype, address % _ALIGNMENT == 0))
-            else:
-                values.append(x)
-                key.append(x if x is None or i in self._constants else (type(x), _is_wide(x)))
-        variant = self._variants.get(tuple(key))
+        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+        self.variant(arguments).enqueue(num_programs, values)
+
+    def variant(self, arguments: Sequence[Any]) -> _Variant:
+        """The variant for such arguments, in order, on the current device; compiled, or loaded, once."""
+        key = (driver.active.get_current_device(), *map(self._fact, range(len(arguments)), arguments))
+        variant = self._variants.get(key)
         if variant is None:
-            variant = self._variants[tuple(key)] = self.compiled(arguments)
-        variant.enqueue(num_programs, values)
+            variant = self._variants[key] = self.compiled(arguments)
+        return variant
+
+    def _fact(self, i: int, x: Any) -> Any:
+        """What a variant depends on in argument i."""
+        if x is None or i in self._constants:
+            return x
+        if isinstance(x, (torch.Tensor, Pointer)):
+            return x.dtype, x.data_ptr() % _ALIGNMENT == 0
+        if isinstance(x, TensorDescriptor):
+            return x.base.dtype, tuple(x.block_shape), x.layout
+        return type(x), _is_wide(x)
 
     def compiled(self, arguments: Sequence[Any]) -> _Variant:
-        """The variant for such arguments, in order, on the current device."""
+        """By Triton, which keeps what it has compiled."""
         kernel: Any = self.kernel.run(*arguments, grid=(1,), warmup=True, **self.options)
         return _Variant(kernel.result() if hasattr(kernel, "result") else kernel)  # which may still be compiled
 
-    def prepare(self, num_programs: int, changing: Sequence[str], arguments: Mapping[str, Any]) -> Launch:
-        """Arguments by name; those that change are a `Pointer`, `Tile` or `Number` of a name in `changing`."""
-        return Launch(self, num_programs, tuple(changing), [arguments[name] for name in self.kernel.arg_names])
+    def prepare(self, num_programs: int, arguments: Mapping[str, Any]) -> Launch:
+        """Arguments by name; those that change are a `Pointer`, `Tile` or `Number`."""
+        return Launch(self, num_programs, [arguments[name] for name in self.kernel.arg_names])
 
 
 class Launch:
-    """A kernel with its grid and arguments, but for what changes: `launch(*values)` in the order of `changing`."""
+    """A kernel with its grid and arguments, but for what changes."""
 
-    def __init__(self, launcher: Launcher, num_programs: int, changing: tuple[str, ...], arguments: Sequence[Any]):
-        self._launcher, self._num_programs = launcher, num_programs
-        self._changing, self._arguments = changing, arguments
-        self._variants: dict[tuple[bool, ...], _Variant] = {}
-        pointers = [x for x in arguments if isinstance(x, Pointer)]
-        self._aligned = self._variant((True,) * len(pointers))
-        self._filled: dict[tuple[Any, ...], tuple[_Variant, list[Any]]] = {}
+    def __init__(self, launcher: Launcher, num_programs: int, arguments: Sequence[Any]):
+        self._launcher, self.num_programs, self._arguments = launcher, num_programs, arguments
+        self._aligned = launcher.variant([getattr(x, "like", x) for x in arguments])
         metadata = iter(self._aligned.tensor_maps)
         self._values: list[Any] = []
-        self._pointers: list[tuple[int, int, int]] = []  # position in `_values`, index in `changing`, offset
-        self._tiles: list[tuple[int, int, int, Callable[[int], Any]]] = []  # the same, and what encodes a map
-        self._numbers: list[tuple[int, int]] = []
+        self._pointers: list[tuple[int, str, int]] = []  # position in `_values`, name, offset
+        self._tiles: list[tuple[int, str, int, Callable[[int], Any]]] = []  # the same, and what encodes a map
+        self._numbers: list[tuple[int, str]] = []
         for x in arguments:
             at = len(self._values)
             if isinstance(x, Tile):
                 encode = _encoder(_fill(), _frozen(next(metadata)), *x.like.shape)
-                self._tiles.append((at, changing.index(x.name), x.offset, encode))
+                self._tiles.append((at, x.name, x.offset, encode))
                 self._values += [None, *x.like.shape, *x.like.strides]  # the last four always follow a map
                 continue
             if isinstance(x, Pointer):
-                self._pointers.append((at, changing.index(x.name), x.offset))
+                self._pointers.append((at, x.name, x.offset))
             elif isinstance(x, Number):
-                self._numbers.append((at, changing.index(x.name)))
+                self._numbers.append((at, x.name))
             self._values.append(x.data_ptr() if isinstance(x, torch.Tensor) else x)
 
-    def __call__(self, *changing: Any) -> None:
-        filled = self._filled.get(changing)  # allocators hand out the same memory again and again
-        if filled is None:
-            if len(self._filled) >= _MOST_FILLED:
-                self._filled.clear()
-            filled = self._filled[changing] = self._fill(changing)
-        variant, values = filled
-        variant.enqueue(self._num_programs, values)
-
-    def _fill(self, changing: tuple[Any, ...]) -> tuple[_Variant, list[Any]]:
-        """The variant for such values, and all arguments as Triton's launcher takes them."""
+    def fill(self, changing: Mapping[str, Any]) -> tuple[_Variant, list[Any]]:
+        """The variant for such values, by name, and all arguments as Triton's launcher takes them."""
         values, bits = self._values.copy(), 0
-        for at, index, offset in self._pointers:
-            values[at] = address = changing[index] + offset
+        for at, name, offset in self._pointers:
+            values[at] = address = changing[name] + offset
             bits |= address
-        for at, index, offset, encode in self._tiles:
-            values[at] = encode(changing[index] + offset)
-        for at, index in self._numbers:
-            values[at] = changing[index]
-        variant = self._aligned
-        if bits % _ALIGNMENT:
-            variant = self._variant(tuple(values[at] % _ALIGNMENT == 0 for at, _, _ in self._pointers))
-        return variant, values
+        for at, name, offset, encode in self._tiles:
+            values[at] = encode(changing[name] + offset)
+        for at, name in self._numbers:
+            values[at] = changing[name]
+        if bits % _ALIGNMENT == 0:
+            return self._aligned, values
+        aligned = iter([values[at] % _ALIGNMENT == 0 for at, _, _ in self._pointers])
+        arguments = [
+            replace(x, aligned=next(aligned)) if isinstance(x, Pointer) else getattr(x, "like", x)
+            for x in self._arguments
+        ]
+        return self._launcher.variant(arguments), values
 
-    def _variant(self, aligned: tuple[bool, ...]) -> _Variant:
-        """The variant for pointers of which these are aligned."""
-        if aligned not in self._variants:
-            flags = iter(aligned)
-            self._variants[aligned] = self._launcher.compiled(
-                [
-                    replace(x, aligned=next(flags)) if isinstance(x, Pointer) else getattr(x, "like", x)
-                    for x in self._arguments
-                ]
-            )
-        return self._variants[aligned]
+
+class Launches:
+    """Kernels one after the other: `launches(*values)`, what changes in any of them in the order of `changing`."""
+
+    def __init__(self, changing: Sequence[str], *launches: Launch, **fixed: Any):
+        """`fixed`: values that do not change, by name."""
+        self._changing, self._launches, self._fixed = tuple(changing), launches, fixed
+        # allocators hand out the same memory again and again
+        self._filled = lru_cache(maxsize=_MOST_FILLED)(self._fill)
+
+    def __call__(self, *changing: Any) -> None:
+        for variant, values, num_programs in self._filled(*changing):
+            variant.enqueue(num_programs, values)
+
+    def _fill(self, *changing: Any) -> list[tuple[_Variant, list[Any], int]]:
+        by_name = {**self._fixed, **dict(zip(self._changing, changing, strict=True))}
+        return [(*launch.fill(by_name), launch.num_programs) for launch in self._launches]
 
 
 class _Variant:

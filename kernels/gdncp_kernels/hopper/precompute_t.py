@@ -16,8 +16,6 @@ register, a right-hand operand, so X and Xᵀ are carried side by side and nothi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,16 +23,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
 
-from gdncp.scratch import Scratch, ScratchLayout
+from gdncp.scratch import Scratch
 from gdncp_kernels.hopper import tensor_maps
 from gdncp_kernels.hopper.common import (
     BETA,
-    CHUNK,
     FROM_START,
     L2NORM_EPS,
     LOG2E,
     LOG_DECAY,
-    NUM_GATES,
     RESET,
     TO_END,
     add,
@@ -44,7 +40,8 @@ from gdncp_kernels.hopper.common import (
     store_tile,
     zero_tail,
 )
-from gdncp_kernels.hopper.launch import Launch, Launcher, Pointer
+from gdncp_kernels.hopper.launch import Launch, Launcher, Launches, Pointer
+from gdncp_kernels.hopper.tiles import Tiles, tiles_of
 
 if TYPE_CHECKING:
     from gdncp.backends.base import TokenInputs
@@ -60,53 +57,6 @@ ROW = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 1], [
 COL = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])))
 ROWS_OF_A_WARP = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0]))
 TOKENS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
-
-
-@dataclass(eq=False)
-class Tiles:
-    """One entry per flat chunk and state head, chunk-major; those of empty chunks are never written or read."""
-
-    scratch: Scratch  # laid out by `tiles_layout`; the properties are its tensors
-
-    @property
-    def solve(self) -> torch.Tensor:
-        """[chunks · H · 64, 64] in the tokens' dtype: T."""
-        return self.scratch.tensor("solve")
-
-    @property
-    def gates(self) -> torch.Tensor:
-        """[chunks · H, NUM_GATES · 64] fp32: see `common`."""
-        return self.scratch.tensor("gates")
-
-    @property
-    def keys(self) -> torch.Tensor:
-        """[chunks · HK, 64] fp32: with L2 norm what it multiplies the key by; without, the key's square."""
-        return self.scratch.tensor("keys")
-
-    @property
-    def growth(self) -> torch.Tensor:
-        """[chunks · H] fp32: log2 of the product of a_t (see `forgetting`), rounded up."""
-        return self.scratch.tensor("growth")
-
-    @property
-    def start_chunk(self) -> torch.Tensor:
-        """[maps, H] int32: the chunk from which stage 2, which writes it, scans for N."""
-        return self.scratch.tensor("start_chunk")
-
-
-@lru_cache(maxsize=256)
-def tiles_layout(num_chunks: int, num_heads: int, num_k_heads: int, num_maps: int, dtype: torch.dtype) -> ScratchLayout:
-    """Of the tensors of `Tiles`."""
-    entries = num_chunks * num_heads
-    return ScratchLayout(
-        {
-            "solve": ((entries * CHUNK, CHUNK), dtype),
-            "gates": ((entries, NUM_GATES * CHUNK), torch.float32),
-            "keys": ((num_chunks * num_k_heads, CHUNK), torch.float32),
-            "growth": ((entries,), torch.float32),
-            "start_chunk": ((num_maps, num_heads), torch.int32),
-        }
-    )
 
 
 @gluon.jit
@@ -365,44 +315,36 @@ def precompute_t(inputs: TokenInputs, table: WorkTable) -> Tiles:
     key = (precompute_t, inputs.kind)
     prepared = table.prepared.get(key)
     if prepared is None:
-        prepared = table.prepared[key] = _prepare(inputs, table)
-    layout, launch = prepared
-    scratch = Scratch(layout, inputs.k.device)
-    if launch is not None:
-        gate, beta = inputs.gate, inputs.beta
-        launch(
-            inputs.k.data_ptr(),
-            None if gate is None else gate.data_ptr(),
-            None if beta is None else beta.data_ptr(),
-            scratch.data_ptr(),
-        )
-    return Tiles(scratch)
-
-
-def _prepare(inputs: TokenInputs, table: WorkTable) -> tuple[ScratchLayout, Launch | None]:
-    """How the tiles of such inputs lie, and the launch that makes them, if there is anything to make."""
-    num_heads, num_k_heads = inputs.num_state_heads, inputs.k.shape[1]
-    layout = tiles_layout(table.num_chunks, num_heads, num_k_heads, table.num_maps, inputs.k.dtype)
-    if not (table.num_chunks and inputs.k.shape[0]):
-        return layout, None
-    return layout, _launcher.prepare(
-        table.num_chunks * num_k_heads,
-        _CHANGING,
-        {
-            "k_map": tensor_maps.tokens("k", inputs.k),
-            "solve_map": tensor_maps.solve(
-                "tiles", table.num_chunks * num_heads, inputs.k.dtype, layout.offset("solve")
-            ),
-            "gate": None if inputs.gate is None else Pointer("gate", torch.float32),
-            "beta": None if inputs.beta is None else Pointer("beta", torch.float32),
-            "gates": Pointer("tiles", torch.float32, layout.offset("gates")),
-            "key_out": Pointer("tiles", torch.float32, layout.offset("keys")),
-            "growth": Pointer("tiles", torch.float32, layout.offset("growth")),
-            "chunk_token": table.chunk_token,
-            "chunk_rows": table.chunk_rows,
-            "H": num_heads,
-            "HK": num_k_heads,
-            "LOG_SPACE": inputs.gate_space == "log",
-            "L2NORM": inputs.use_qk_l2norm,
-        },
+        prepared = table.prepared[key] = tiles_of(inputs, table), Launches(_CHANGING, *prepare(inputs, table))
+    layout, launches = prepared
+    gate, beta, scratch = inputs.gate, inputs.beta, Scratch(layout, inputs.k.device)
+    launches(
+        inputs.k.data_ptr(),
+        None if gate is None else gate.data_ptr(),
+        None if beta is None else beta.data_ptr(),
+        scratch.address,
     )
+    return Tiles(inputs, scratch)
+
+
+def prepare(inputs: TokenInputs, table: WorkTable) -> list[Launch]:
+    """The launch of stage 1, if there is anything to make."""
+    num_heads, num_k_heads, layout = inputs.num_state_heads, inputs.k.shape[1], tiles_of(inputs, table)
+    if not (table.num_chunks and inputs.k.shape[0]):
+        return []
+    arguments = {
+        "k_map": tensor_maps.tokens("k", inputs.k),
+        "solve_map": tensor_maps.solve("tiles", table.num_chunks * num_heads, inputs.k.dtype, layout.offset("solve")),
+        "gate": None if inputs.gate is None else Pointer("gate", torch.float32),
+        "beta": None if inputs.beta is None else Pointer("beta", torch.float32),
+        "gates": Pointer("tiles", torch.float32, layout.offset("gates")),
+        "key_out": Pointer("tiles", torch.float32, layout.offset("keys")),
+        "growth": Pointer("tiles", torch.float32, layout.offset("growth")),
+        "chunk_token": table.chunk_token,
+        "chunk_rows": table.chunk_rows,
+        "H": num_heads,
+        "HK": num_k_heads,
+        "LOG_SPACE": inputs.gate_space == "log",
+        "L2NORM": inputs.use_qk_l2norm,
+    }
+    return [_launcher.prepare(table.num_chunks * num_k_heads, arguments)]

@@ -10,7 +10,7 @@ import torch
 
 from gdncp_kernels.hopper import checkpoints as inner_checkpoints
 from gdncp_kernels.hopper import forgetting, tensor_maps
-from gdncp_kernels.hopper.launch import Launch, Launcher, Number, Pointer
+from gdncp_kernels.hopper.launch import Launch, Launcher, Launches, Number, Pointer
 from gdncp_kernels.hopper.recurrence import (
     LOAD_REGISTERS,
     SCORE_REGISTERS,
@@ -18,11 +18,13 @@ from gdncp_kernels.hopper.recurrence import (
     STATE_REGISTERS,
     recurrence_kernel,
 )
+from gdncp_kernels.hopper.tiles import tiles_of
 
 if TYPE_CHECKING:
     from gdncp.backends.base import AffineMaps, Part, Sinks, TokenInputs
+    from gdncp.scratch import ScratchLayout
     from gdncp.work import WorkTable
-    from gdncp_kernels.hopper.precompute_t import Tiles
+    from gdncp_kernels.hopper.tiles import Tiles
 
 _launcher = Launcher(recurrence_kernel, num_warps=4)
 _CHANGING = (
@@ -32,7 +34,6 @@ _CHANGING = (
 
 
 def precompute_mn(
-    inputs: TokenInputs,
     tiles: Tiles,
     table: WorkTable,
     entry_states: torch.Tensor,
@@ -41,25 +42,24 @@ def precompute_mn(
     sinks: Sinks | None = None,
 ) -> None:
     """Launch stage 2 over the table's maps; with `sinks` also stage 4 of the items in `table.opens`."""
+    inputs = tiles.inputs
     if not table.num_maps or not inputs.k.shape[0]:
         return
-    num_rows = maps.scratch.layout.fields["gain"].shape[0]
-    key = (precompute_mn, inputs.kind, num_rows, sinks is not None, _has_checkpoints(table, sinks))
-    launch = table.prepared.get(key)
-    if launch is None:
-        arguments = {**_everywhere(inputs, tiles, table), **_outputs(inputs, table, sinks), **_maps(tiles, table, maps)}
-        launch = table.prepared[key] = _prepare(table.num_maps * 2 * inputs.num_state_heads, arguments)
-    # a table built on the device pads with maps that go to the last row, which nobody reads
-    map_dump = num_rows - 1 if table.host is None else -1
-    _enqueue(launch, inputs, tiles, entry_states, sinks, maps, _threshold(forget_below), map_dump)
+    num_rows, output = maps.scratch.layout.fields["gain"].shape[0], None if sinks is None else sinks.output
+    has_checkpoints = _has_checkpoints(table, sinks)
+    key = (precompute_mn, inputs.kind, num_rows, output is None, has_checkpoints)
+    launches = table.prepared.get(key)
+    if launches is None:
+        launch = prepare_mn(inputs, table, maps.scratch.layout, output, has_checkpoints)
+        launches = table.prepared[key] = Launches(_CHANGING, launch)
+    dump = map_dump(table, num_rows)
+    _enqueue(launches, tiles, entry_states, sinks, maps, threshold(forget_below), dump)
     if forget_below > 0:
         # not of `maps`, which would then keep itself alive
-        fill = partial(forgetting.fill_dropped, inputs, tiles, table, entry_states, maps.scratch, map_dump)
-        maps.deferred.append(fill)
+        maps.deferred.append(partial(forgetting.fill_dropped, tiles, table, entry_states, maps.scratch, dump))
 
 
 def cp_prefill(
-    inputs: TokenInputs,
     tiles: Tiles,
     table: WorkTable,
     entry_states: torch.Tensor,
@@ -74,22 +74,48 @@ def cp_prefill(
     if not table.num_items:
         return
     has_checkpoints = _has_checkpoints(table, sinks)
-    key = (cp_prefill, inputs.kind, opened, has_checkpoints, _kind_of(part))
-    launch = table.prepared.get(key)
-    if launch is None:
-        arguments = {
-            **_everywhere(inputs, tiles, table),
-            **_outputs(inputs, table, sinks),
-            "final_row": table.final_row,
-            "final_states": Pointer("final_states", torch.float32),
-            "final_dump": Number("final_dump", -1),
-            "opens": table.opens.view(torch.uint8) if opened else None,
-            **_part(table, part),
-        }
-        launch = table.prepared[key] = _prepare(table.num_items * inputs.num_state_heads, arguments)
-    _enqueue(launch, inputs, tiles, entry_states, sinks, None if part is None else part.maps)
+    key = (cp_prefill, tiles.inputs.kind, opened, has_checkpoints, _kind_of(part))
+    launches = table.prepared.get(key)
+    if launches is None:
+        launch = prepare_cp_prefill(tiles.inputs, table, sinks.output, opened, has_checkpoints, part)
+        launches = table.prepared[key] = Launches(_CHANGING, launch)
+    _enqueue(launches, tiles, entry_states, sinks, None if part is None else part.maps)
     if has_checkpoints and (part is None or not part.early):  # of all pairs, once the last are there
-        inner_checkpoints.finish(inputs, tiles, table, sinks)
+        inner_checkpoints.finish(tiles, table, sinks)
+
+
+def map_dump(table: WorkTable, num_rows: int) -> int:
+    """A table built on the device pads with maps that go to the last row, which nobody reads."""
+    return num_rows - 1 if table.host is None else -1
+
+
+def prepare_mn(
+    inputs: TokenInputs, table: WorkTable, maps: ScratchLayout, output: torch.Tensor | None, has_checkpoints: bool
+) -> Launch:
+    """The launch of stage 2; with `output`, of that shape and dtype, also stage 4 of the items in `table.opens`."""
+    arguments = {**_everywhere(inputs, table), **_outputs(inputs, table, output, has_checkpoints)}
+    return _prepare(table.num_maps * 2 * inputs.num_state_heads, arguments | _maps(inputs, table, maps))
+
+
+def prepare_cp_prefill(
+    inputs: TokenInputs,
+    table: WorkTable,
+    output: torch.Tensor,
+    opened: bool,
+    has_checkpoints: bool,
+    part: Part | None = None,
+) -> Launch:
+    """The launch of stage 4, with `opened` without the items in `table.opens`."""
+    arguments = {
+        **_everywhere(inputs, table),
+        **_outputs(inputs, table, output, has_checkpoints),
+        "final_row": table.final_row,
+        "final_states": Pointer("final_states", torch.float32),
+        "final_dump": Number("final_dump", -1),
+        "opens": table.opens.view(torch.uint8) if opened else None,
+        **_part(table, part),
+    }
+    return _prepare(table.num_items * inputs.num_state_heads, arguments)
 
 
 def _kind_of(part: Part | None) -> tuple[Any, ...] | None:
@@ -117,12 +143,11 @@ def _prepare(num_programs: int, arguments: dict[str, Any]) -> Launch:
     """Arguments that are not given are None; those that say what a launch does follow from them."""
     arguments["WITH_MAPS"] = "map_item" in arguments
     arguments["WITH_OUTPUTS"] = "output" in arguments
-    return _launcher.prepare(num_programs, _CHANGING, dict.fromkeys(recurrence_kernel.arg_names) | arguments)
+    return _launcher.prepare(num_programs, dict.fromkeys(recurrence_kernel.arg_names) | arguments)
 
 
 def _enqueue(
-    launch: Launch,
-    inputs: TokenInputs,
+    launches: Launches,
     tiles: Tiles,
     entry_states: torch.Tensor,
     sinks: Sinks | None,
@@ -137,16 +162,17 @@ def _enqueue(
         output, final_states, final_dump = sinks.output.data_ptr(), sinks.final_states.data_ptr(), sinks.final_dump
         if sinks.checkpoints is not None:
             checkpoints, checkpoint_dump = sinks.checkpoints.data_ptr(), sinks.checkpoint_dump
-    launch(
+    inputs = tiles.inputs
+    launches(
         inputs.q.data_ptr(),
         inputs.k.data_ptr(),
         inputs.v.data_ptr(),
         output,
-        tiles.scratch.data_ptr(),
+        tiles.scratch.address,
         entry_states.data_ptr(),
         checkpoints,
         final_states,
-        0 if maps is None else maps.scratch.data_ptr(),
+        0 if maps is None else maps.scratch.address,
         inputs.scale,
         log2_forget_below,
         map_dump,
@@ -156,7 +182,7 @@ def _enqueue(
 
 
 @lru_cache(maxsize=256)
-def _threshold(forget_below: float) -> float:
+def threshold(forget_below: float) -> float:
     """Its log2, rounded down; below any product, resets too, where nothing is to be forgotten."""
     if forget_below <= 0:
         return -1e30
@@ -164,9 +190,9 @@ def _threshold(forget_below: float) -> float:
     return threshold - 1e-6 * max(abs(threshold), 1.0)
 
 
-def _everywhere(inputs: TokenInputs, tiles: Tiles, table: WorkTable) -> dict[str, Any]:
+def _everywhere(inputs: TokenInputs, table: WorkTable) -> dict[str, Any]:
     """The kernel's arguments in every launch."""
-    layout, num_heads = tiles.scratch.layout, inputs.num_state_heads
+    layout, num_heads = tiles_of(inputs, table), inputs.num_state_heads
     entries, key_entries = table.num_chunks * num_heads, table.num_chunks * inputs.k.shape[1]
     return {
         "k_map": tensor_maps.tokens("k", inputs.k),
@@ -192,16 +218,18 @@ def _everywhere(inputs: TokenInputs, tiles: Tiles, table: WorkTable) -> dict[str
     }
 
 
-def _outputs(inputs: TokenInputs, table: WorkTable, sinks: Sinks | None) -> dict[str, Any]:
+def _outputs(
+    inputs: TokenInputs, table: WorkTable, output: torch.Tensor | None, has_checkpoints: bool
+) -> dict[str, Any]:
     """The kernel's arguments where it makes outputs."""
-    if sinks is None:
+    if output is None:
         return {}
     arguments: dict[str, Any] = {
         "q_map": tensor_maps.tokens("q", inputs.q),
-        "output_map": tensor_maps.output("output", sinks.output),
-        "output": Pointer("output", sinks.output.dtype),
+        "output_map": tensor_maps.output("output", output),
+        "output": Pointer("output", output.dtype),
     }
-    if _has_checkpoints(table, sinks):
+    if has_checkpoints:
         arguments |= {
             "checkpoint_start": table.checkpoint_start,
             "checkpoint_tokens": table.checkpoint_tokens,
@@ -212,9 +240,9 @@ def _outputs(inputs: TokenInputs, table: WorkTable, sinks: Sinks | None) -> dict
     return arguments
 
 
-def _maps(tiles: Tiles, table: WorkTable, maps: AffineMaps) -> dict[str, Any]:
+def _maps(inputs: TokenInputs, table: WorkTable, maps: ScratchLayout) -> dict[str, Any]:
     """The kernel's arguments where it makes maps."""
-    at, tiles_at = maps.scratch.layout.offset, tiles.scratch.layout.offset
+    at, tiles_at = maps.offset, tiles_of(inputs, table).offset
     return {
         "map_item": table.map_item,
         "map_row": table.map_row,

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from gdncp_kernels.hopper import tensor_maps
 from gdncp_kernels.hopper.common import barrier, load_tile
-from gdncp_kernels.hopper.launch import Launch, Launcher, Pointer
+from gdncp_kernels.hopper.launch import Launch, Launcher, Launches, Pointer
 
 if TYPE_CHECKING:
     from gdncp.backends.base import AffineMaps, FoldRuns
@@ -146,6 +146,7 @@ def fold_runs_kernel(
 
 _launch = Launcher(fold_kernel, num_warps=WARPS)
 _launch_runs = Launcher(fold_runs_kernel, num_warps=WARPS)
+_CHANGING = ("maps", "entry_states")
 
 
 class StateFold:
@@ -170,20 +171,20 @@ class StateFold:
             return
         with torch.cuda.device_of(entry_states):
             key = maps.scratch.layout.fields["gain"].shape  # all that maps differ in
-            launch = runs.prepared.get(key)
-            if launch is None:
-                launch = runs.prepared[key] = _prepare_runs(maps.scratch.layout, runs)
-            launch(maps.scratch.data_ptr(), entry_states.data_ptr())
+            launches = runs.prepared.get(key)
+            if launches is None:
+                launches = runs.prepared[key] = Launches(_CHANGING, prepare_runs(maps.scratch.layout, runs))
+            launches(maps.scratch.address, entry_states.data_ptr())
 
 
-def _prepare_runs(maps: ScratchLayout, runs: FoldRuns) -> Launch:
+def prepare_runs(maps: ScratchLayout, runs: FoldRuns) -> Launch:
+    """The launch of `fold_runs`."""
     num_maps, num_heads = maps.fields["gain"].shape
     num_rows = runs.num_runs * num_heads * DIM
     # one wave where that is possible: every program reads whole transitions
     rows = BLOCK_ROWS if num_rows <= SMS * BLOCK_ROWS else 2 * BLOCK_ROWS
     return _launch_runs.prepare(
         num_rows // rows,
-        ("maps", "entry_states"),
         {
             "transition_map": tensor_maps.transitions("maps", num_maps * num_heads, maps.offset("transition")),
             "local_state": Pointer("maps", torch.float32, maps.offset("local_state")),

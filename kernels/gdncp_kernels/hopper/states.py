@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdncp_kernels.hopper.launch import Launch, Launcher, Number, Pointer
+from gdncp_kernels.hopper.launch import Launch, Launcher, Launches, Number, Pointer
 
 BLOCK = 4096  # elements a program moves
 
@@ -81,7 +81,7 @@ def _move(
         numbers = (*theirs.shape, *theirs.stride(), load, BLOCK)
         _launcher(_num_programs(count, theirs.shape[1:]), theirs, rows, ours, our_rows, *numbers)
         return
-    launch = _prepare(
+    launches = _prepared(
         count,
         theirs.shape[1:],
         theirs.stride(),
@@ -90,7 +90,7 @@ def _move(
         load,
         theirs.device,
     )
-    launch(
+    launches(
         theirs.data_ptr(),
         None if rows is None else rows.data_ptr(),
         ours.data_ptr(),
@@ -105,7 +105,7 @@ def _num_programs(count: int, shape: torch.Size) -> int:
 
 
 @lru_cache(maxsize=256)
-def _prepare(
+def _prepared(
     count: int,
     shape: torch.Size,
     strides: tuple[int, int, int, int],
@@ -113,19 +113,40 @@ def _prepare(
     rows_dtype: torch.dtype | None,
     load: bool,
     device: torch.device,  # which is the current one
-) -> Launch:
-    names = ("H", "V", "K", "stride_row", "stride_head", "stride_v", "stride_k")
-    return _launcher.prepare(
-        _num_programs(count, shape),
-        ("theirs", "rows", "ours", "our_rows", "num_rows"),
-        {
-            "theirs": Pointer("theirs", dtype),
-            "rows": None if rows_dtype is None else Pointer("rows", rows_dtype),
-            "ours": Pointer("ours", torch.float32),
-            "our_rows": Pointer("our_rows", torch.int64) if load else None,
-            "num_rows": Number("num_rows", 1),
-            **dict(zip(names, (*shape, *strides), strict=True)),
-            "LOAD": load,
-            "BLOCK": BLOCK,
-        },
+) -> Launches:
+    launch = prepare(
+        count,
+        shape,
+        strides,
+        Pointer("theirs", dtype),
+        None if rows_dtype is None else Pointer("rows", rows_dtype),
+        Pointer("ours", torch.float32),
+        Pointer("our_rows", torch.int64) if load else None,
+        Number("num_rows", 1),
     )
+    return Launches(("theirs", "rows", "ours", "our_rows", "num_rows"), launch)
+
+
+def prepare(
+    count: int,
+    shape: torch.Size,
+    strides: tuple[int, int, int, int],
+    theirs: Pointer,
+    rows: Pointer | torch.Tensor | None,
+    ours: Pointer,
+    our_rows: Pointer | torch.Tensor | None,
+    num_rows: Number | int,
+) -> Launch:
+    """The launch that moves `count` states [H, V, K], from theirs where `our_rows` are given, else to theirs."""
+    names = ("H", "V", "K", "stride_row", "stride_head", "stride_v", "stride_k")
+    arguments = {
+        "theirs": theirs,
+        "rows": rows,
+        "ours": ours,
+        "our_rows": our_rows,
+        "num_rows": num_rows,
+        **dict(zip(names, (*shape, *strides), strict=True)),
+        "LOAD": our_rows is not None,
+        "BLOCK": BLOCK,
+    }
+    return _launcher.prepare(_num_programs(count, shape), arguments)
