@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,10 @@ from gdncp.plan import PrefillPlan
 from gdncp.stages import Call, EntryStates, FinalState, PrefillResult, StateIO, Summary
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def summarise(
+def _call(
     plan: PrefillPlan,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -44,8 +45,8 @@ def summarise(
     check: bool = False,
     timed: bool = False,
     keep_entry: bool = False,
-) -> Summary:
-    """Stages 1 and 2 of a planned prefill: reduce this rank's CP chunks to their affine maps.  Communicates no data.
+) -> Call:
+    """The call that such arguments make, validated.  Communicates nothing.
 
     Forward only.  All token tensors hold this rank's tokens, in the order of `plan.token_ranges(rank)`.  T tokens of
     this rank, N sequences, H = max(Hq, Hv) state heads.
@@ -79,21 +80,102 @@ def summarise(
         ValueError: naming the argument, what was given and what is allowed, before any data collective.
         NotImplementedError: for a device that no backend serves.
     """
-    arguments = dict(locals())
-    if not check:
-        call = _call(**arguments)
-        if call.group is not None:
-            collectives.compare_digest_once(plan, call.group)
-        return stages.summarise(call)
-    outcome: Call | Exception
-    try:
-        outcome = _call(**arguments)
-    except Exception as error:  # of any kind: peers that wait for this rank's answer must get one
-        outcome = error
-    _agree(outcome, _peers(plan, group))
-    if isinstance(outcome, Exception):
-        raise outcome
-    return stages.summarise(outcome)
+    plan = validation.plan_argument(plan)
+    rank, group = _rank_in(plan, group)
+    normalised = bool(use_qk_l2norm_in_kernel)
+    pooled, source = state_pool is not None, state_pool if state_pool is not None else initial_state
+
+    def validate() -> Kind:
+        validation.words(backend, gate_space, precision)
+        validation.one_of("final_state", final_state, ("owner", "all"))
+        validation.token_tensors(q, k, v, g, beta, plan.num_tokens(rank))
+        validation.plan_heads(plan, q, k, v)
+        validation.numbers(scale, forget_below)
+        if initial_state is not None and state_pool is not None:
+            raise ValueError("initial_state must be None where state_pool is given, got both")
+        if pooled != (state_indices is not None):
+            raise ValueError("state_pool and state_indices must both be provided or both be None, got one alone")
+        validation.state_indices_argument(state_indices, plan.num_sequences, q.device)
+        destination = state_pool if output_state is None else output_state
+        name = "state_pool" if pooled else "initial_state"
+        validation.buffers(q, v, plan.num_sequences, pooled, source, output, destination, name)
+        rows = len(plan.checkpoint_rows(rank))
+        validation.checkpoint_rows(state_checkpoints, rows, q, v)
+        return new_kind(
+            q,
+            v,
+            backend=backend,
+            precision=precision,
+            scale=scale,
+            forget_below=plan.forget_below if forget_below is None else forget_below,
+            num_checkpoints=rows,
+        )
+
+    kind = kind_of(
+        (q, k, v, g, beta, initial_state, state_pool, state_indices, output, output_state, state_checkpoints),
+        (plan.digest, rank, backend, gate_space, precision, final_state, scale, forget_below, normalised),
+        validate,
+    )
+    validation.gate_values(g, gate_space, read_device=check)
+    validation.slot_values(state_indices, source, read_device=check)
+    device = q.device
+    if output_state is None:
+        output_state = (
+            state_pool if pooled else new_states(plan.num_sequences, kind.state_shape, device, plan.world_size)
+        )
+    if state_checkpoints is None and kind.num_checkpoints:
+        state_checkpoints = torch.empty((kind.num_checkpoints, *kind.state_shape), dtype=torch.float32, device=device)
+    return bind(
+        kind,
+        layout_of_plan(plan, rank, device),
+        TokenInputs(q, k, v, g, beta, kind.scale, gate_space, normalised, precision),
+        StateIO(source, output_state, state_indices, final_state == "all"),
+        output,
+        state_checkpoints,
+        plan,
+        rank,
+        group,
+        timed=timed,
+        keep_entry=keep_entry,
+    )
+
+
+def _from_arguments(name: str, run: Callable[[Call], R], bound: Callable[P, Call], summary: str) -> Callable[P, R]:
+    """`run` as a public function of that name, of the arguments of `bound`."""
+
+    def public(*args: P.args, **kwargs: P.kwargs) -> R:
+        check, group = kwargs.get("check", False), kwargs.get("group")
+        try:
+            call = bound(*args, **kwargs)
+        except Exception as error:  # of any kind: peers that wait for this rank's answer must get one
+            if check:
+                _agree(error, args[0] if args else kwargs.get("plan"), group)
+            raise
+        if check:
+            _agree(call, call.plan, group)
+        elif call.group is not None:
+            assert call.plan is not None
+            collectives.compare_digest_once(call.plan, call.group)
+        return run(call)
+
+    public.__name__ = public.__qualname__ = name
+    arguments = inspect.getdoc(bound)
+    assert arguments is not None
+    public.__doc__ = summary + arguments[arguments.index("\n") :]
+    signature = inspect.signature(bound).replace(return_annotation=inspect.signature(run).return_annotation)
+    public.__signature__ = signature  # type: ignore[attr-defined]  # what `help` shows
+    return public
+
+
+summarise = _from_arguments(
+    "summarise",
+    stages.summarise,
+    _call,
+    "Stages 1 and 2 of a planned prefill: reduce this rank's CP chunks to their affine maps.  Communicates no data.",
+)
+prefill = _from_arguments(
+    "prefill", stages.run, _call, "One prefill as `plan` lays it out: `finish(fixup(summarise(...)))`."
+)
 
 
 def fixup(summary: Summary) -> EntryStates:
@@ -109,22 +191,6 @@ def fixup(summary: Summary) -> EntryStates:
 def finish(entry: EntryStates) -> PrefillResult:
     """Stage 4: outputs, state checkpoints and final states.  A collective only with `final_state="all"`."""
     return stages.finish(entry)
-
-
-def _whole(first: Callable[P, Summary]) -> Callable[P, PrefillResult]:
-    """`prefill` has the arguments of its first part."""
-
-    @stages.without_gradients  # once, not in each part
-    def prefill(*args: P.args, **kwargs: P.kwargs) -> PrefillResult:
-        """One prefill as `plan` lays it out: `finish(fixup(summarise(...)))`.  Arguments and errors: `summarise`."""
-        return finish(fixup(first(*args, **kwargs)))
-
-    signature = inspect.signature(first).replace(return_annotation="PrefillResult")
-    prefill.__signature__ = signature  # type: ignore[attr-defined]  # what `help` shows
-    return prefill
-
-
-prefill = _whole(summarise)
 
 
 def warmup(
@@ -209,114 +275,23 @@ def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def _peers(plan: Any, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Whom to agree with, whatever else is wrong with the call; None: nobody."""
+def _agree(outcome: Call | Exception, plan: Any, group: Any) -> None:
+    """Raise the same ValueError on every rank unless all have a call, and calls that fit together."""
+    # whom to agree with, whatever else is wrong with the call
     alone = isinstance(plan, PrefillPlan) and plan.world_size == 1
     if group is None and not alone and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    return group if group is not None and dist.get_world_size(group) > 1 else None
-
-
-def _agree(outcome: Call | Exception, peers: dist.ProcessGroup | None) -> None:
-    """Raise the same ValueError on every rank unless all have a call, and calls that fit together."""
-    if peers is None:
+    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)) or dist.get_world_size(group) == 1:
         return
     if isinstance(outcome, Call):
         assert outcome.plan is not None
-        collectives.agree_or_raise(peers, None, outcome.plan.digest, _facts(outcome))
+        collectives.agree_or_raise(group, None, outcome.plan.digest, _facts(outcome))
         return
     kind = "" if isinstance(outcome, ValueError) else f"{type(outcome).__name__}: "
     try:
-        collectives.agree_or_raise(peers, f"{kind}{outcome}", None, {})
+        collectives.agree_or_raise(group, f"{kind}{outcome}", None, {})
     except ValueError as agreed:
         raise agreed from outcome
-
-
-def _call(
-    *,
-    plan: Any,
-    group: dist.ProcessGroup | None,
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    scale: Any,
-    initial_state: Any,
-    state_pool: Any,
-    state_indices: Any,
-    gate_space: Any,
-    use_qk_l2norm_in_kernel: Any,
-    final_state: Any,
-    output: Any,
-    output_state: Any,
-    state_checkpoints: Any,
-    backend: Any,
-    precision: Any,
-    forget_below: Any,
-    check: bool,
-    timed: bool,
-    keep_entry: bool,
-) -> Call:
-    """Validate the arguments of `summarise` and bind them to the plan.  Communicates nothing."""
-    plan = validation.plan_argument(plan)
-    rank, group = _rank_in(plan, group)
-    normalised = bool(use_qk_l2norm_in_kernel)
-    pooled, source = state_pool is not None, state_pool if state_pool is not None else initial_state
-
-    def validate() -> Kind:
-        validation.words(backend, gate_space, precision)
-        validation.one_of("final_state", final_state, ("owner", "all"))
-        validation.token_tensors(q, k, v, g, beta, plan.num_tokens(rank))
-        validation.plan_heads(plan, q, k, v)
-        validation.numbers(scale, forget_below)
-        if initial_state is not None and state_pool is not None:
-            raise ValueError("initial_state must be None where state_pool is given, got both")
-        if pooled != (state_indices is not None):
-            raise ValueError("state_pool and state_indices must both be provided or both be None, got one alone")
-        validation.state_indices_argument(state_indices, plan.num_sequences, q.device)
-        destination = state_pool if output_state is None else output_state
-        name = "state_pool" if pooled else "initial_state"
-        validation.buffers(q, v, plan.num_sequences, pooled, source, output, destination, name)
-        rows = len(plan.checkpoint_rows(rank))
-        validation.checkpoint_rows(state_checkpoints, rows, q, v)
-        return new_kind(
-            q,
-            v,
-            backend=backend,
-            precision=precision,
-            scale=scale,
-            forget_below=plan.forget_below if forget_below is None else forget_below,
-            num_checkpoints=rows,
-        )
-
-    kind = kind_of(
-        (q, k, v, g, beta, initial_state, state_pool, state_indices, output, output_state, state_checkpoints),
-        (plan.digest, rank, backend, gate_space, precision, final_state, scale, forget_below, normalised),
-        validate,
-    )
-    validation.gate_values(g, gate_space, read_device=check)
-    validation.slot_values(state_indices, source, read_device=check)
-    device = q.device
-    if output_state is None:
-        output_state = (
-            state_pool if pooled else new_states(plan.num_sequences, kind.state_shape, device, plan.world_size)
-        )
-    if state_checkpoints is None and kind.num_checkpoints:
-        state_checkpoints = torch.empty((kind.num_checkpoints, *kind.state_shape), dtype=torch.float32, device=device)
-    return bind(
-        kind,
-        layout_of_plan(plan, rank, device),
-        TokenInputs(q, k, v, g, beta, kind.scale, gate_space, normalised, precision),
-        StateIO(source, output_state, state_indices, final_state == "all"),
-        output,
-        state_checkpoints,
-        plan,
-        rank,
-        group,
-        timed=timed,
-        keep_entry=keep_entry,
-    )
 
 
 def _facts(call: Call) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from gdncp.plan import PrefillPlan
 from gdncp.stages import Call, StageTimer, StateIO
 
 
-class Kind(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Kind:
     """What is the same in every call of a kind."""
 
     backend: Backend
@@ -43,7 +45,11 @@ def kind_of(tensors: tuple[Any, ...], words: tuple[Any, ...], validate: Callable
     """
     facts: tuple[Hashable, ...] | None
     try:
-        facts = (*map(_facts, tensors), *words, *map(type, words))  # True is not 1
+        facts = (
+            *[None if x is None else (x.__class__, x.shape, x.dtype, x.device, x.stride()) for x in tensors],
+            *words,
+            *map(type, words),  # True is not 1
+        )
         kind = _KINDS.get(facts)
     except (AttributeError, TypeError, RuntimeError):  # no tensor, or nothing that can be remembered
         facts = kind = None
@@ -55,10 +61,6 @@ def kind_of(tensors: tuple[Any, ...], words: tuple[Any, ...], validate: Callable
             _KINDS.clear()
         _KINDS[facts] = kind
     return kind
-
-
-def _facts(x: Any) -> Hashable:
-    return None if x is None else (x.__class__, x.shape, x.dtype, x.device, x.stride())
 
 
 def new_kind(
@@ -106,11 +108,13 @@ def bind(
     keep_entry: bool = False,
 ) -> Call:
     """A `Call` from validated parts, the output allocated."""
-    q = inputs.q
-    if output is None:
-        output = torch.empty(kind.output_shape, dtype=q.dtype, device=q.device)
+    q, v = inputs.q, inputs.v
+    if output is None:  # allocations like a tensor's cost half of others
+        like, shape = v if v.shape == kind.output_shape else q, kind.output_shape
+        output = torch.empty_like(like) if like.shape == shape else torch.empty(shape, dtype=q.dtype, device=q.device)
     timer = StageTimer(enabled=True, device=q.device) if timed else _untimed(q.device)
     return Call(
+        kind,
         layout,
         kind.backend,
         inputs,

@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -37,6 +38,9 @@ class Layout:
     num_stand_ins: int = 0  # rows of the entry states behind those of items, see `stand_in_rows`
     num_sequence_items: torch.Tensor | None = None  # [N] CP chunks per sequence, where only the device knows
     max_sequence_items: int = 1
+    prepared: dict[Any, Any] = field(
+        default_factory=dict, init=False, repr=False
+    )  # backends' launches, by kind of call
 
     @property
     def has_maps(self) -> bool:

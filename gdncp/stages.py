@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from gdncp import collectives, states
 from gdncp.backends import AffineMaps, Backend, Sinks, TokenInputs
-from gdncp.backends.base import OpeningBackend, Part, StateBackend, folds_runs, moves_states, opens
+from gdncp.backends.base import OpeningBackend, Part, StateBackend, folds_runs, moves_states, opens, runs_whole
 from gdncp.layout import Layout, fold_on_device
 from gdncp.plan import PrefillPlan
 from gdncp.plan.cost import STAGES as STAGES
@@ -46,6 +46,7 @@ class StateIO:
 class Call:
     """One validated prefill on one rank."""
 
+    kind: object  # the same one for calls over one layout that differ in addresses and values only
     layout: Layout
     backend: Backend
     inputs: TokenInputs
@@ -69,6 +70,19 @@ class Call:
     def tables(self) -> tuple[WorkTable, ...]:
         """Per lane."""
         return self.layout.tables_from_zeros if self.skips_starts else self.layout.tables
+
+    @property
+    def final_in_place(self) -> bool:
+        """Stage 4 writes final states where the caller wants them."""
+        in_order = self.layout.ends_all and self.states.slots is None and not self.states.share
+        return in_order and self._is_sink(self.states.destination)
+
+    @property
+    def checkpoints_in_place(self) -> bool:
+        return self._is_sink(self.checkpoints)
+
+    def _is_sink(self, x: torch.Tensor | None) -> bool:
+        return self.backend.exact_rows and x is not None and x.dtype == torch.float32 and x.is_contiguous()
 
 
 @dataclass(eq=False)
@@ -138,11 +152,11 @@ def without_gradients(run: Callable[P, R]) -> Callable[P, R]:
     def off(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        torch.set_grad_enabled(False)
+        torch._C._set_grad_enabled(False)  # the context manager around it costs as much as a launch
         try:
             return run(*args, **kwargs)
         finally:
-            torch.set_grad_enabled(True)
+            torch._C._set_grad_enabled(True)
 
     return off
 
@@ -156,6 +170,10 @@ class StageTimer:
     def __init__(self, *, enabled: bool, device: torch.device):
         self._enabled, self._device, self._cuda = enabled, device, device.type == "cuda"
         self._marks: list[tuple[str, Any, Any]] = []  # a stage may be in parts
+
+    @property
+    def enabled(self) -> bool:
+        return self._enabled
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -181,6 +199,15 @@ class StageTimer:
             took = start.elapsed_time(stop) / 1e3 if self._cuda else stop - start
             seconds[name] = seconds.get(name, 0.0) + took
         return seconds
+
+
+@without_gradients
+def run(call: Call) -> PrefillResult:
+    """All stages, at once where the backend can and nobody looks between them."""
+    backend = call.backend
+    if call.timer.enabled or call.keep_entry or not runs_whole(backend) or not backend.run_whole(call):
+        return finish(fixup(summarise(call)))
+    return PrefillResult(call.output, call.states.destination, call.checkpoints, _LOCAL, None, call.timer)
 
 
 @without_gradients
@@ -230,26 +257,25 @@ def _states(backend: Backend) -> StateBackend:
 
 
 def _sinks(call: Call) -> Sinks:
-    """The caller's own tensors where a backend can write them, else rows of fp32 that `finish` copies."""
+    """The caller's own tensors where a backend can write them, else memory that `finish` copies."""
     layout, device = call.layout, call.inputs.q.device
 
     def rows(count: int) -> torch.Tensor:  # one more: the dump row of `WorkTable`
         return torch.empty((count + 1, *call.state_shape), dtype=torch.float32, device=device)
 
-    def writable(x: torch.Tensor | None) -> bool:
-        return call.backend.exact_rows and x is not None and x.dtype == torch.float32 and x.is_contiguous()
-
-    final, checkpoints = call.states.destination, call.checkpoints
-    if final is None or not (
-        writable(final) and layout.ends_all and call.states.slots is None and not call.states.share
-    ):
+    output, final, checkpoints = call.output, call.states.destination, call.checkpoints
+    if output.data_ptr() % _ALIGNMENT:
+        output = output.clone()  # rows that no item covers keep what they held
+    if final is None or not call.final_in_place:
         final = rows(layout.num_final)
-    if checkpoints is not None and not writable(checkpoints):
+    if checkpoints is not None and not call.checkpoints_in_place:
         given, checkpoints = checkpoints, rows(layout.num_checkpoints)
         if call.plan is None:  # rows that no sequence earns keep what they held
             checkpoints[:-1].copy_(given)
-    return Sinks(call.output, final, checkpoints, layout.num_final, layout.num_checkpoints)
+    return Sinks(output, final, checkpoints, layout.num_final, layout.num_checkpoints)
 
+
+_ALIGNMENT = 16  # bytes: allocations start at multiples, and kernels ask for it; views into them may not
 
 _LOCAL = collectives.FixupStats("local")
 
@@ -333,6 +359,8 @@ def finish(entry: EntryStates) -> PrefillResult:
         entry.wait()
     if layout.has_late:
         stage_4(early=False)
+    if sinks.output is not call.output:
+        call.output.copy_(sinks.output)
     if sinks.checkpoints is not None and sinks.checkpoints is not call.checkpoints:
         assert call.checkpoints is not None
         call.checkpoints.copy_(sinks.checkpoints[:-1])

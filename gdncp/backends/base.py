@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
-from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
 from gdncp.scratch import Scratch, ScratchLayout
 from gdncp.work import CHUNK as CHUNK
 from gdncp.work import WorkTable
+
+if TYPE_CHECKING:
+    from gdncp.stages import Call
 
 GateSpace = Literal["linear", "log"]
 Precision = Literal["fast", "high"]
@@ -289,6 +292,15 @@ class StateBackend(Protocol):
     def store_states(self, final: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor | None) -> None: ...
 
 
+@runtime_checkable
+class WholeBackend(Protocol):
+    """What a backend may offer besides: all stages of a call at once, with the same bits."""
+
+    def run_whole(self, call: Call) -> bool:
+        """Enqueue all of it; False, and nothing enqueued, where its stages must run one by one."""
+        ...
+
+
 @cache  # looking a protocol's methods up takes longer than a launch
 def _offers(backend: type, protocol: type) -> bool:
     return issubclass(backend, protocol)
@@ -300,6 +312,10 @@ def opens(backend: Backend) -> TypeGuard[OpeningBackend]:
 
 def moves_states(backend: Backend) -> TypeGuard[StateBackend]:
     return _offers(type(backend), StateBackend)
+
+
+def runs_whole(backend: Backend) -> TypeGuard[WholeBackend]:
+    return _offers(type(backend), WholeBackend)
 
 
 def folds_runs(fold: Fold) -> TypeGuard[RunFold]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -17,7 +16,8 @@ from gdncp.backends.triton_version import triton_rejection_reason
 from gdncp.work import WorkTable
 
 if TYPE_CHECKING:
-    from gdncp_kernels.hopper.precompute_t import Tiles
+    from gdncp.stages import Call
+    from gdncp_kernels.hopper.tiles import Tiles
 
 MIN_TRITON = (3, 6)
 TMA_ALIGNMENT = 16  # bytes
@@ -58,6 +58,7 @@ class HopperBackend:
         from gdncp_kernels.hopper.recurrence_launches import cp_prefill, precompute_mn
         from gdncp_kernels.hopper.state_fixup import StateFold
         from gdncp_kernels.hopper.states import load_states, store_states
+        from gdncp_kernels.hopper.whole import Whole, is_whole
 
         return SimpleNamespace(
             precompute_t=precompute_t,
@@ -66,6 +67,8 @@ class HopperBackend:
             fold=StateFold(),
             load_states=load_states,
             store_states=store_states,
+            Whole=Whole,
+            is_whole=is_whole,
         )
 
     def precompute_t(self, inputs: TokenInputs, table: WorkTable) -> Tiles:
@@ -83,7 +86,7 @@ class HopperBackend:
         forget_below: float,
     ) -> None:
         with _device_of(inputs.k):
-            self._kernels.precompute_mn(_aligned(inputs), tiles, table, entry_states, maps, forget_below)
+            self._kernels.precompute_mn(tiles, table, entry_states, maps, forget_below)
 
     def precompute_mn_and_open(
         self,
@@ -95,8 +98,8 @@ class HopperBackend:
         forget_below: float,
         sinks: Sinks,
     ) -> None:
-        with _device_of(inputs.k), _aligned_output(sinks) as sinks:
-            self._kernels.precompute_mn(_aligned(inputs), tiles, table, entry_states, maps, forget_below, sinks)
+        with _device_of(inputs.k):
+            self._kernels.precompute_mn(tiles, table, entry_states, maps, forget_below, sinks)
 
     def load_states(
         self, source: torch.Tensor | None, rows: torch.Tensor | None, out: torch.Tensor, out_rows: torch.Tensor
@@ -154,11 +157,23 @@ class HopperBackend:
         if inputs.k.shape[0] == 0:  # only empty sequences
             sinks.final_states[table.final_row] = entry_states[table.item_row]
             return
-        with _device_of(inputs.k), _aligned_output(sinks) as sinks:
-            self._kernels.cp_prefill(_aligned(inputs), tiles, table, entry_states, sinks, opened, part)
+        with _device_of(inputs.k):
+            self._kernels.cp_prefill(tiles, table, entry_states, sinks, opened, part)
+
+    def run_whole(self, call: Call) -> bool:
+        prepared = call.layout.prepared
+        with _device_of(call.output):
+            whole = prepared.get(call.kind, _UNKNOWN)
+            if whole is _UNKNOWN:
+                if len(prepared) >= _MOST_KINDS:
+                    prepared.clear()
+                whole = prepared[call.kind] = self._kernels.Whole(call) if self._kernels.is_whole(call) else None
+            return whole is not None and whole(call)
 
 
 _NOTHING = nullcontext()
+_UNKNOWN: Any = object()
+_MOST_KINDS = 64  # of calls over one layout whose launches are kept
 
 
 def _device_of(x: torch.Tensor) -> AbstractContextManager[Any]:
@@ -171,22 +186,5 @@ def _aligned(inputs: TokenInputs) -> TokenInputs:
     """The copy engine reads from multiples of 16 bytes only: allocations start at one, views into them may not."""
     if (inputs.q.data_ptr() | inputs.k.data_ptr() | inputs.v.data_ptr()) % TMA_ALIGNMENT == 0:
         return inputs
-    q, k, v = (_aligned_tensor(x) for x in (inputs.q, inputs.k, inputs.v))
+    q, k, v = (x if x.data_ptr() % TMA_ALIGNMENT == 0 else x.clone() for x in (inputs.q, inputs.k, inputs.v))
     return replace(inputs, q=q, k=k, v=v)
-
-
-def _aligned_output(sinks: Sinks) -> AbstractContextManager[Sinks]:
-    aligned = sinks.output.data_ptr() % TMA_ALIGNMENT == 0
-    return nullcontext(sinks) if aligned else _copied_output(sinks)
-
-
-@contextmanager
-def _copied_output(sinks: Sinks) -> Iterator[Sinks]:
-    output = _aligned_tensor(sinks.output)
-    yield replace(sinks, output=output)
-    sinks.output.copy_(output)
-
-
-def _aligned_tensor(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it where x does not start at a multiple of 16 bytes."""
-    return x if x.data_ptr() % TMA_ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)

@@ -96,7 +96,7 @@ def compiling_only(arch: int, note: Callable[[str, Any], None], only: str | None
     previous = driver._active
     driver.set_active(_PretendedDriver(arch))
     try:
-        with patch.object(JITFunction, "__getitem__", launch), patch.object(Launcher, "compiled", variant):
+        with patch.object(JITFunction, "__getitem__", launch), patch.object(Launcher, "variant", variant):
             yield
     finally:
         driver.set_active(previous)

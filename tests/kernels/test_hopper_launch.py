@@ -3,13 +3,12 @@
 import inspect
 from types import SimpleNamespace
 
-import pytest
 import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from gdncp_kernels.hopper import launch, tensor_maps
-from gdncp_kernels.hopper.launch import Launcher, Number, Pointer
+from gdncp_kernels.hopper.launch import Launcher, Launches, Number, Pointer
 
 
 def _kernel(x, y, count, scale, BLOCK: tl.constexpr):
@@ -18,59 +17,6 @@ def _kernel(x, y, count, scale, BLOCK: tl.constexpr):
 
 def _mapped(k_map, x, growth, scale, L2NORM: tl.constexpr):
     pass
-
-
-METADATA = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
-
-
-def compiled_kernel(machine, number, num_maps):
-    """What Triton hands back, as far as it is used: `triton-3.6` has a launcher per kernel, behind one that encodes."""
-
-    def launcher(*arguments):
-        machine.launched.append((number, arguments))
-
-    def inner(*arguments):
-        raise AssertionError(f"encodes maps again, for {launcher}")
-
-    run = SimpleNamespace(
-        global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=False, launch=inner
-    )
-    if machine.triton == "3.9":
-        run.arg_annotations, run.kernel_signature = "annotations", "types"
-    return SimpleNamespace(
-        run=run,
-        function=f"f{number}",
-        packed_metadata="packed",
-        metadata=SimpleNamespace(tensordesc_meta=[METADATA] * num_maps),
-        launch_metadata=lambda grid, stream: ("metadata", grid, stream),
-    )
-
-
-@pytest.fixture(params=["3.6", "3.9"])
-def machine(monkeypatch, request):
-    """`compiled`: arguments and options; `launched`: variant and what Triton's launcher in C got; `encoded`: maps."""
-    m = SimpleNamespace(device=0, triton=request.param, compiled=[], launched=[], encoded=[], late=False)
-
-    def run(kernel, *arguments, grid, warmup, **options):
-        assert warmup
-        m.compiled.append((arguments, options))
-        number = len(m.compiled) - 1
-        kernel = compiled_kernel(m, number, sum(hasattr(x, "block_shape") for x in arguments))
-        m.one_launcher = lambda *all_: m.launched.append((int(all_[5 - 1][1:]), (*all_[:-1], *all_[-1])))
-        return SimpleNamespace(result=lambda: kernel) if m.late else kernel
-
-    def fill(*arguments):
-        m.encoded.append(arguments)
-        return f"map {len(m.encoded) - 1}"
-
-    name = "fill_tma_descriptor_tiled" if m.triton == "3.9" else "fill_tma_descriptor"
-    utils = SimpleNamespace(launch=lambda *all_: m.one_launcher(*all_), **{name: fill})
-    monkeypatch.setattr(JITFunction, "run", run)
-    active = SimpleNamespace(
-        get_current_device=lambda: m.device, get_current_stream=lambda device: 100 + device, utils=utils
-    )
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-    return m
 
 
 def launched(machine):
@@ -118,7 +64,7 @@ def prepared(kernel=_mapped):
         "k_map": tensor_maps.tokens("k", k),
         "scale": Number("scale", 1.0),
     }
-    return Launcher(JITFunction(kernel), num_warps=1).prepare(5, ("scale", "k", "x", "tiles"), arguments)
+    return Launches(("scale", "k", "x", "tiles"), Launcher(JITFunction(kernel), num_warps=1).prepare(5, arguments))
 
 
 def test_what_changes_goes_where_it_belongs(machine):
@@ -138,7 +84,7 @@ def test_what_is_kept_of_earlier_launches_is_bounded_and_theirs(machine, monkeyp
     calls = [base, (0.25, *base[1:]), (0.5, 8192, 32, 1024), (0.5, 4096, 64, 1024), (0.5, 4096, 32, 2048), base]
     for call in calls:
         run(*call)
-        assert len(run._filled) <= 3
+        assert run._filled.cache_info().currsize <= 3
     maps = {4096: "map 0", 8192: "map 1"}
     expected = [(maps[k], 96, 256, 256, 1, x, tiles + 512, scale, True) for scale, k, x, tiles in calls]
     assert [values for *_, values in launched(machine)] == expected

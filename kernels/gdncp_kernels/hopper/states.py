@@ -108,7 +108,7 @@ def _num_programs(count: int, shape: torch.Size) -> int:
 def _prepared(
     count: int,
     shape: torch.Size,
-    strides: tuple[int, int, int, int],
+    strides: tuple[int, ...],
     dtype: torch.dtype,
     rows_dtype: torch.dtype | None,
     load: bool,
@@ -130,7 +130,7 @@ def _prepared(
 def prepare(
     count: int,
     shape: torch.Size,
-    strides: tuple[int, int, int, int],
+    strides: tuple[int, ...],
     theirs: Pointer,
     rows: Pointer | torch.Tensor | None,
     ours: Pointer,

@@ -1,0 +1,148 @@
+"""A call of the Hopper set in one go launches what its stages launch one by one; on a GPU: to the same bits."""
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+import gdncp
+from gdncp import calls, validation
+from gdncp.backends import get_backend
+from gdncp_kernels.hopper import launch, states
+from gdncp_kernels.hopper.launch import Launcher, Launches, Number, Pointer, Tile
+from tests.conftest import hopper_only
+from tests.numeric import random_state, random_tokens
+
+H, D = 2, 128
+HEADS = {"num_q_heads": 1, "num_k_heads": 1, "num_v_heads": H, "head_dim": D}
+LENGTHS = {"one CP chunk": [200], "several sequences": [700, 0, 130], "one short": [60, 900]}
+STATES = {
+    "none": {},
+    "initial": {"initial_state": torch.float32},
+    "narrow": {"initial_state": torch.bfloat16, "output_state": torch.float16},
+    "pool": {"state_pool": torch.float32},
+    "another pool": {"state_pool": torch.bfloat16, "output_state": torch.float32},
+    "on every rank": {"final_state": "all"},
+    "fp8": {"initial_state": torch.float8_e4m3fn, "output_state": torch.float8_e4m3fn},  # which torch moves
+}
+GRIDS = {"whole": (1024, True), "split": (128, True), "split, not opened": (128, False)}
+CALLS = {
+    f"{states}, {lengths}, {grid}, {every}": (states, lengths, grid, every)
+    for states in STATES
+    for lengths in LENGTHS
+    for grid in GRIDS
+    for every in (0, 64)
+}
+
+
+def call_of(states, lengths, grid, every, device="cpu"):
+    """A plan, and a call of it with memory for all that it writes."""
+    seq_lens, words, given = LENGTHS[lengths], STATES[states], {}
+    grid = dict(zip(("cp_chunk_len", "opens"), GRIDS[grid], strict=True))
+    plan = gdncp.plan_prefill(seq_lens, checkpoint_every_n_tokens=every, **grid, **HEADS)
+    tokens, count = random_tokens(sum(seq_lens), heads=(1, 1, H), dim=D, dtype=torch.bfloat16), len(seq_lens)
+    for name, value in words.items():
+        rows = 2 * count if "state_pool" in words else count
+        given[name] = random_state(rows, H, D).to(value) if isinstance(value, torch.dtype) else value
+    if "state_pool" in words:
+        given["state_indices"] = 2 * torch.arange(count).flip(0)
+    else:
+        given.setdefault("output_state", torch.zeros(count, H, D, D))
+    if every:
+        given["state_checkpoints"] = torch.zeros(len(plan.checkpoint_rows(0)), H, D, D)
+    given["output"] = torch.zeros(sum(seq_lens), H, D, dtype=torch.bfloat16)
+    tensors = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in {**tokens, **given}.items()}
+    return plan, {**tensors, "backend": "hopper"}
+
+
+@pytest.fixture
+def recorded(machine, monkeypatch):
+    """`recorded(run, arguments)`: the launches of `run()`, addresses told by what lies there."""
+    seen, named = [], {}
+
+    def argument(x, values):
+        if isinstance(x, (Pointer, Tile)):
+            like = x.dtype if isinstance(x, Pointer) else (x.like.shape, x.like.block_shape)
+            return ("at", values[x.name], x.offset, like)
+        return values[x.name] if isinstance(x, Number) else x.data_ptr() if isinstance(x, torch.Tensor) else x
+
+    def enqueue(launches, *changing):
+        values = {**launches._fixed, **dict(zip(launches._changing, changing, strict=True))}
+        named.update({values[n]: n for n in ("tiles", "maps", "entry_states", "final_states") if values.get(n)})
+        for x in launches._launches:
+            arguments = [argument(a, values) for a in x._arguments]
+            seen.append((x._launcher.kernel.__name__, x.num_programs, arguments))
+
+    def run_and_record(run, arguments):
+        seen.clear()
+        named.clear()
+        kept = run()
+        callers = {x.data_ptr(): n for n, x in arguments.items() if isinstance(x, torch.Tensor) and x.numel()}
+        places = named | callers
+        del kept
+
+        def place(x):  # a table's tensor is an address in both
+            if not (type(x) is tuple and x[:1] == ("at",)):
+                return x
+            return (places[x[1]], *x[2:]) if x[1] in places else x[1]
+
+        return [(kernel, grid, [place(x) for x in given]) for kernel, grid, given in seen]
+
+    monkeypatch.setattr(Launches, "__call__", enqueue)
+    moves = Launcher(JITFunction(getattr(states.move_kernel, "fn", states.move_kernel)), num_warps=4)
+    monkeypatch.setattr(states, "_launcher", moves)
+    monkeypatch.setattr(type(get_backend("hopper")), "rejection_reason", lambda *_, **__: None)
+    monkeypatch.setattr(validation, "_seen", lambda *_: False)
+    monkeypatch.setattr(calls, "_KINDS", {})
+    launch._encoder.cache_clear()
+    states._prepared.cache_clear()
+    yield run_and_record
+    states._prepared.cache_clear()
+
+
+def in_stages(plan, arguments):
+    """With the entry states, kept so that no memory is handed out twice."""
+    entry = gdncp.fixup(gdncp.summarise(plan, **arguments))
+    return entry, gdncp.finish(entry)
+
+
+@pytest.mark.parametrize("machine", ["3.6"], indirect=True)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_it_launches_what_the_stages_launch(recorded, monkeypatch, call):
+    plan, arguments = call_of(*call)
+    staged = recorded(lambda: in_stages(plan, arguments), arguments)
+    whole = recorded(lambda: gdncp.prefill(plan, **arguments), arguments)
+    assert [kernel for kernel, *_ in whole] == [kernel for kernel, *_ in staged] and whole == staged
+    monkeypatch.setattr("gdncp.stages.summarise", None)  # not asked for, unless torch has to do something
+    if call[0] != "fp8":
+        assert recorded(lambda: gdncp.prefill(plan, **arguments), arguments) == staged
+
+
+def test_what_the_copy_engine_cannot_read_runs_in_stages(recorded):
+    plan, arguments = call_of("pool", "several sequences", "split", 64)
+
+    def off(x):
+        return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+
+    whole = recorded(lambda: gdncp.prefill(plan, **arguments), arguments)
+    for name in ("q", "k", "v", "output"):
+        odd = arguments | {name: off(arguments[name])}
+        assert odd[name].data_ptr() % 16 and odd[name].is_contiguous()
+        staged = recorded(lambda odd=odd: gdncp.prefill(plan, **odd), odd)
+        assert [kernel for kernel, *_ in staged] == [kernel for kernel, *_ in whole]
+        assert all(x[0] != name for *_, given in staged for x in given if type(x) is tuple)
+
+
+@hopper_only
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_it_has_the_bits_of_the_stages(monkeypatch, call):
+    results = []
+    for staged in (True, False):
+        plan, arguments = call_of(*call, device="cuda")
+        if not staged and call[0] != "fp8":
+            monkeypatch.setattr("gdncp.stages.summarise", None)
+        result = in_stages(plan, arguments)[1] if staged else gdncp.prefill(plan, **arguments)
+        written = (arguments.get(name) for name in ("output", "output_state", "state_pool", "state_checkpoints"))
+        results.append([x.view(torch.uint8) for x in written if x is not None])
+        assert result.output is arguments["output"]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
