@@ -9,7 +9,7 @@
 # flash-linear-attention, flashinfer-python.  Every part is a process tree with a time limit of its own; one that fails
 # is recorded, and the next one runs.
 # Environment: PYTHON (python3, one that has torch), WORLD (ranks; the visible GPUs, or 2), BACKEND (nccl where there are
-# GPUs; gloo lets ranks share one), PRESET (h200, or tiny without a GPU), PARTS ("checks times peers links killed"),
+# GPUs; gloo lets ranks share one), PRESET (h200, or tiny without a GPU), PARTS (those to run; the last lines name them),
 # TOTAL (seconds for all of it, 470), MAX_TOKENS (of what is timed), COMMIT (what is measured).
 set -uo pipefail
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -37,8 +37,12 @@ export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" NCCL_SOCKET_IFNAME="${NCCL
 python="${PYTHON:-python3}"
 gpus="$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')" || exit 2
 world="${WORLD:-$((gpus > 0 ? gpus : 2))}"
-if [ "$gpus" -gt 0 ]; then backend="${BACKEND:-nccl}" preset="${PRESET:-h200}"; else backend="${BACKEND:-gloo}" preset="${PRESET:-tiny}"; fi
-parts="${PARTS:-checks times peers links killed}"
+if [ "$gpus" -gt 0 ]; then
+    backend="${BACKEND:-nccl}" preset="${PRESET:-h200}" parts="${PARTS:-checks checks_others times peers links killed}"
+    if [ "$backend" = gloo ]; then MAX_TOKENS="${MAX_TOKENS:-131072}"; fi # ranks share a GPU's memory
+else
+    backend="${BACKEND:-gloo}" preset="${PRESET:-tiny}" parts="${PARTS:-checks times peers links killed}"
+fi
 arguments=(--out "$out" --preset "$preset" --backend "$backend")
 [ -z "${MAX_TOKENS:-}" ] || arguments+=(--max-tokens "$MAX_TOKENS")
 total="${TOTAL:-470}"
@@ -51,26 +55,32 @@ torchrun() { # SECONDS PART [ARGUMENT ...]: the part on all ranks; nothing new i
         --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --local-addr=127.0.0.1 \
         -m gdncp.bench.multi_gpu "$@" "${arguments[@]}" --budget "$((seconds > 30 ? seconds - 15 : seconds / 2))"
 }
-shown() { grep --line-buffered -E "^ *[0-9.]+ s  |^killed"; }
+begin() { # NAME SECONDS: returns the part's exit code
+    if [ "$1" = killed ]; then
+        timeout --kill-after=10 "$2" "$python" -m gdncp.bench.multi_gpu killed "${arguments[@]}" --world-size "$world"
+    else
+        torchrun "$2" "$1"
+    fi > >(tee "$out/logs/$1.log" | grep --line-buffered -E "^ *[0-9.]+ s  |^killed") 2> "$out/logs/$1.err"
+}
 part() { # NAME SECONDS LATER: within its seconds, and such that as many as LATER are left for what comes after
     case " $parts " in *" $1 "*) ;; *) return ;; esac
-    local seconds="$2" left=$((total - (SECONDS - begun) - $3)) code
-    seconds=$((left < seconds ? left : seconds))
+    local seconds code
     rm -f "$out/parts/$1.json" "$out/parts/$1.rc"
-    if [ "$seconds" -lt 10 ]; then
-        code=124
-        echo "no time was left" > "$out/logs/$1.err"
-    elif [ "$1" = killed ]; then
-        timeout --kill-after=10 "$seconds" "$python" -m gdncp.bench.multi_gpu killed "${arguments[@]}" \
-            --world-size "$world" > >(tee "$out/logs/$1.log" | shown) 2> "$out/logs/$1.err"
+    for _ in 1 2; do # again where it ended at once, before it had anything to write: ranks that did not find each other
+        seconds=$((total - (SECONDS - begun) - $3))
+        seconds=$((seconds < $2 ? seconds : $2))
+        if [ "$seconds" -lt 10 ]; then
+            code=124
+            echo "error: no time was left" > "$out/logs/$1.err"
+            break
+        fi
+        begin "$1" "$seconds"
         code=$?
-    else
-        torchrun "$seconds" "$1" > >(tee "$out/logs/$1.log" | shown) 2> "$out/logs/$1.err"
-        code=$?
-    fi
+        if [ -e "$out/parts/$1.json" ] || [ "$code" -eq 124 ]; then break; fi
+    done
     echo "$code" > "$out/parts/$1.rc"
     echo "$1: exit code $code, $((SECONDS - begun)) s so far"
-    if [ "$code" -ne 0 ]; then tail -n 5 "$out/logs/$1.err" >&2; fi
+    if [ "$code" -ne 0 ]; then grep -E "Error|error:" "$out/logs/$1.err" | tail -n 5 >&2; fi
 }
 
 # peers compile while correctness, which is not timed, is looked at
@@ -87,7 +97,10 @@ case " $parts " in *" peers "*)
         done
     fi ;;
 esac
+part checks_others 105 0 &
+others=$!
 part checks 105 0
+wait "$others"
 for job in ${preparing[@]+"${preparing[@]}"}; do
     wait "$job"
     echo "peers of a kind prepared: exit code $?, $((SECONDS - begun)) s so far"
@@ -95,7 +108,7 @@ done
 part times 170 160
 part peers 120 75
 part links 35 55
-part killed 75 10
+part killed 85 10
 "$python" -m gdncp.bench.multi_gpu merge --out "$out" ${COMMIT:+--commit "$COMMIT"}
 code=$?
 echo "$((SECONDS - begun)) s in all; exit code $code"

@@ -33,11 +33,12 @@ def _links(book: Book, preset: Preset) -> None:
 
 ON_RANKS: dict[str, Callable[[Book, Preset], None]] = {
     "checks": checks.run,
+    "checks_others": checks.run_others,
     "times": times.run,
     "peers": peers.run,
     "links": _links,
 }
-PARTS = ("checks", "times", "peers", "links", "killed")
+PARTS = ("checks", "checks_others", "times", "peers", "links", "killed")
 
 
 def parser() -> Parser:

@@ -227,7 +227,7 @@ def links(parts: Found) -> Grid:
 
 def checks(parts: Found) -> Grid:
     lines = []
-    for row in of(parts, "checks", "small") + of(parts, "checks", "large"):
+    for row in of(parts, "checks", "small") + of(parts, "checks_others", "small") + of(parts, "checks", "large"):
         case = row.get("case") or f"{row['tokens']} tokens, {row['heads']}, {words(row['gates'])}"
         engine = f"{row['backend']}, {row['dtype']}" if "backend" in row else NOTHING
         cells = [case, engine, f"{row['equal']} of {row['promised']}"]
