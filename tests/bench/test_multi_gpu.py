@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from gdncp.bench import report
-from gdncp.bench.multi_gpu import checks, merge, page, trace
+from gdncp.bench.multi_gpu import checks, merge, page, peers, times, trace
+from gdncp.bench.multi_gpu.book import Book
+from gdncp.bench.multi_gpu.presets import PRESETS
 from gdncp.bench.multi_gpu.ranks import Ranks
 from gdncp.bench.multi_gpu.small_cases import SMALL_CASES
 from gdncp.bench.multi_gpu.variants import every_choice, explicit_ranges
@@ -21,24 +23,38 @@ from tests.distributed.ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """(document, folder) of the whole script on two CPU ranks."""
-    out = tmp_path_factory.mktemp("multi_gpu")
+def test_the_script_runs_parts_on_cpu_ranks_and_merges_them(tmp_path):
+    """One part of each kind: under torchrun, and one that starts its ranks itself."""
     environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "COMMIT": "abc"}
-    command = ["bash", str(ROOT / "bench" / "multi_gpu.sh"), str(out)]
+    command = ["bash", str(ROOT / "bench" / "multi_gpu.sh"), str(tmp_path)]
+    environment |= {"PARTS": "links killed"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return json.loads((out / "multi_gpu.json").read_text()), out
-
-
-@pytest.mark.slow
-def test_the_script_runs_every_part_on_cpu_ranks(run):
-    found, out = run
+    found = json.loads((tmp_path / "multi_gpu.json").read_text())
     assert found["environment"]["commit"] == "abc" and found["troubles"] == []
     parts = found["parts"]
-    assert list(parts) == ["checks", "times", "peers", "links", "killed"]
+    assert list(parts) == ["links", "killed"]
     assert all(part["status"] == "done" and part["exit_code"] == 0 for part in parts.values())
+    (survivor,) = parts["killed"]["ways"]["default"]["survivors"]
+    assert survivor["raised"] and "broke off on rank 0 of 2" in survivor["said"] and survivor["seconds"] < 15
+    text = (tmp_path / "multi_gpu.md").read_text()
+    assert "## Links" in text and "| all_to_all | eager |" in text and "## A rank killed" in text
+
+
+def _parts(rank: int, folder: Path) -> None:
+    ranks = Ranks(rank, 2, torch.device("cpu"), "gloo", float("inf"))
+    for part in (checks, times, peers):
+        book = Book(part.__name__.split(".")[-1], folder, ranks)
+        with torch.no_grad():
+            part.run(book, PRESETS["tiny"])
+        book.end()
+
+
+def test_every_part_on_two_cpu_ranks(tmp_path):
+    run_ranks(_parts, 2, tmp_path)
+    found = merge.document(tmp_path, "abc", ["checks", "times", "peers"])
+    parts = found["parts"]
+    assert found["troubles"] == [] and list(parts) == ["checks", "times", "peers"]
     for row in parts["checks"]["small"] + parts["checks"]["large"]:
         assert row["promised"] > 0 and row["equal"] == row["promised"] and row["left_out"] == 0
     assert {row["variant"] for row in parts["times"]["times"]} >= {"auto", "chain", "all_gather", "head_sharded"}
@@ -50,10 +66,22 @@ def test_the_script_runs_every_part_on_cpu_ranks(run):
     assert [row["gates"] for row in parts["times"]["weak"]] == ["layer", "forget", "one"]
     assert set(parts["peers"]["absent"]) >= {"fla:cp", "flashqla:inter", "flashqla:inter+intra"}
     assert parts["times"]["skipped"] == ["traces: they are of NCCL's kernels"]
-    (survivor,) = parts["killed"]["ways"]["default"]["survivors"]
-    assert survivor["raised"] and "broke off on rank 0 of 2" in survivor["said"] and survivor["seconds"] < 15
-    text = (out / "multi_gpu.md").read_text()
-    assert "## Same bits as one GPU" in text and "fla:cp is not here" in text
+    text = page.markdown(found)
+    assert "## Same bits as one GPU" in text and "fla:cp is not here" in text and "| auto |" in text
+
+
+def _out_of_time(rank: int, folder: Path) -> None:
+    ranks = Ranks(rank, 2, torch.device("cpu"), "gloo", float("-inf") if rank == 0 else float("inf"))
+    book = Book("times", folder, ranks)
+    times.run(book, PRESETS["tiny"])
+    book.end()
+
+
+def test_what_there_is_no_time_for_is_said(tmp_path):
+    """Rank 0's clock decides for all."""
+    run_ranks(_out_of_time, 2, tmp_path)
+    skipped = json.loads((tmp_path / "times.json").read_text())["skipped"]
+    assert "256x1:1/2 layer: the time budget was spent" in skipped and len(skipped) == 7
 
 
 def _wrong_on_rank_1(rank: int) -> dict:
