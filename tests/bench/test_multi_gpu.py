@@ -181,7 +181,7 @@ def made_up():
 
 def test_targets_stand_beside_figures():
     text = page.markdown(made_up())
-    line = "| 131072, 16/32 | gates ≈ 1 | 1.450 | 1.400 | 1.300 half-lives told | 1.500 | 120 | 2.400 | 1.85 "
+    line = "| 131072, 16/32 | gates ≈ 1 | 1.450 | 1.400 | 1.300 half-lives told | 1.500 | 120 | 2.400 | 1.71 "
     assert line + "| 14.0 fla:cp | 2.600 flashqla:auto | 2.00 |" in text
     assert "| 131072, 16/32 | gates ≈ 1 | chain | 1.400 | 1.370 | 30 |" in text and "difference, µs (≤ 40)" in text
     assert "- peers: stopped at its time limit" in text and "- peers: skipped: fla:cp, 1048576" in text

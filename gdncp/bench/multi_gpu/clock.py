@@ -27,12 +27,13 @@ class RankClock:
         self._group, self._device = group, device
         self._cuda = device.type == "cuda"
         self.has_events = self._cuda and backend_of(group, "cuda") == "nccl"
-        self._flag = torch.zeros(1, device=device)
+        self._place = device if self.has_events else torch.device("cpu")  # of what ranks tell each other
+        self._flag = torch.zeros(1, device=self._place)
 
     def times(self, calls: Sequence[Call], count: int, hold_ms: float = 0.0) -> list[float]:
         """ms of each of `count` calls on the slowest rank; `calls` run in turn."""
         measure = self._by_events if self.has_events else self._by_host
-        found = torch.tensor([measure(calls[i % len(calls)], hold_ms) for i in range(count)], device=self._device)
+        found = torch.tensor([measure(calls[i % len(calls)], hold_ms) for i in range(count)], device=self._place)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
         return found.tolist()
 
@@ -50,7 +51,7 @@ class RankClock:
             calls[i % len(calls)]()
             found.append(1e6 * (time.perf_counter() - start))
         self._idle()
-        median = torch.tensor([statistics.median(found)], device=self._device)
+        median = torch.tensor([statistics.median(found)], device=self._place)
         dist.all_reduce(median, op=dist.ReduceOp.MAX, group=self._group)
         return float(median)
 
