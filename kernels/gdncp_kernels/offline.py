@@ -91,7 +91,14 @@ def compiling_only(arch: int, note: Callable[[str, Any], None], only: str | None
         binary = compiled(launcher.kernel, *arguments, **launcher.options)
         if binary is None:
             raise NotCompiled
-        return SimpleNamespace(tensor_maps=binary.metadata.tensordesc_meta, enqueue=lambda *_: None)
+        return SimpleNamespace(
+            tensor_maps=binary.metadata.tensordesc_meta,
+            device=arch,
+            current_stream=lambda _: 0,
+            arguments=lambda _: (),
+            launch=lambda *_: None,
+            enqueue=lambda *_: None,
+        )
 
     previous = driver._active
     driver.set_active(_PretendedDriver(arch))

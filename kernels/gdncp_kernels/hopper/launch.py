@@ -159,12 +159,17 @@ class Launches:
         self._filled = lru_cache(maxsize=_MOST_FILLED)(self._fill)
 
     def __call__(self, *changing: Any) -> None:
-        for variant, values, num_programs in self._filled(*changing):
-            variant.enqueue(num_programs, values)
+        hooked = knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
+        for variant, num_programs, values, arguments in self._filled(*changing):
+            if hooked:
+                variant.enqueue(num_programs, values)
+            else:
+                variant.launch(num_programs, 1, 1, variant.current_stream(variant.device), *arguments)
 
-    def _fill(self, *changing: Any) -> list[tuple[_Variant, list[Any], int]]:
+    def _fill(self, *changing: Any) -> list[tuple[_Variant, int, list[Any], tuple[Any, ...]]]:
         by_name = {**self._fixed, **dict(zip(self._changing, changing, strict=True))}
-        return [(*launch.fill(by_name), launch.num_programs) for launch in self._launches]
+        filled = [(launch.num_programs, *launch.fill(by_name)) for launch in self._launches]
+        return [(variant, count, values, variant.arguments(values)) for count, variant, values in filled]
 
 
 class _Variant:
@@ -175,27 +180,27 @@ class _Variant:
         run = kernel.run  # loads it
         assert not (run.global_scratch_size or run.profile_scratch_size), "our kernels need no scratch of Triton's"
         self.tensor_maps = getattr(kernel.metadata, "tensordesc_meta", None) or ()
-        self._device, self._current_stream = driver.active.get_current_device(), driver.active.get_current_stream
+        self.device, self.current_stream = driver.active.get_current_device(), driver.active.get_current_stream
         flags: tuple[Any, ...] = (kernel.function, run.launch_cooperative_grid, run.launch_pdl)
         self._one_list = hasattr(run, "arg_annotations")
         if self._one_list:  # Triton has one launcher for all kernels, which takes their arguments as a list
-            self._launch = driver.active.utils.launch
+            self.launch = driver.active.utils.launch
             self._flags: tuple[Any, ...] = (*flags, kernel.packed_metadata)
             self._behind_hooks: tuple[Any, ...] = (None, None, run.arg_annotations, run.kernel_signature)
         else:  # it made one for this kernel
-            self._launch = _unwrapped(run.launch)
+            self.launch = _unwrapped(run.launch)
             self._flags, self._behind_hooks = (*flags, None, None, kernel.packed_metadata), ()
 
+    def arguments(self, values: list[Any], hooks: tuple[Any, ...] = (None, None, None)) -> tuple[Any, ...]:
+        """Of `launch`, behind grid and stream.  hooks: launch metadata, and a profiler's two."""
+        return (*self._flags, *hooks, *self._behind_hooks, *((values,) if self._one_list else values))
+
     def enqueue(self, num_programs: int, values: list[Any]) -> None:
-        stream, hooks = self._current_stream(self._device), _NO_HOOKS
+        stream, hooks = self.current_stream(self.device), (None, None, None)
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        if enter.calls or leave.calls:  # a profiler's
+        if enter.calls or leave.calls:
             hooks = (self._kernel.launch_metadata((num_programs, 1, 1), stream), enter, leave)
-        arguments = (values,) if self._one_list else values
-        self._launch(num_programs, 1, 1, stream, *self._flags, *hooks, *self._behind_hooks, *arguments)
-
-
-_NO_HOOKS: tuple[Any, ...] = (None, None, None)
+        self.launch(num_programs, 1, 1, stream, *self.arguments(values, hooks))
 
 
 def _unwrapped(launch: Any) -> Any:
