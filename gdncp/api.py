@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gdncp import collectives, stages, validation
 from gdncp.backends import GateSpace, Precision, TokenInputs
-from gdncp.calls import Kind, bind, kind_of, new_kind, new_states
+from gdncp.calls import Kind, bind, kind_of, new_kind, new_states, requires_grad
 from gdncp.layout import layout_of_plan
 from gdncp.plan import PrefillPlan
 from gdncp.stages import Call, EntryStates, FinalState, PrefillResult, StateIO, Summary
@@ -82,11 +82,10 @@ def _call(
     """
     plan = validation.plan_argument(plan)
     rank, group = _rank_in(plan, group)
-    normalised = bool(use_qk_l2norm_in_kernel)
     pooled, source = state_pool is not None, state_pool if state_pool is not None else initial_state
 
     def validate() -> Kind:
-        validation.words(backend, gate_space, precision)
+        validation.words(backend, gate_space, precision, use_qk_l2norm_in_kernel)
         validation.one_of("final_state", final_state, ("owner", "all"))
         validation.token_tensors(q, k, v, g, beta, plan.num_tokens(rank))
         validation.plan_heads(plan, q, k, v)
@@ -111,9 +110,10 @@ def _call(
             num_checkpoints=rows,
         )
 
+    words = (backend, gate_space, precision, final_state, use_qk_l2norm_in_kernel)
     kind = kind_of(
         (q, k, v, g, beta, initial_state, state_pool, state_indices, output, output_state, state_checkpoints),
-        (plan.digest, rank, backend, gate_space, precision, final_state, scale, forget_below, normalised),
+        (plan.digest, rank, *words, scale, forget_below, requires_grad(output)),
         validate,
     )
     validation.gate_values(g, gate_space, read_device=check)
@@ -128,7 +128,7 @@ def _call(
     return bind(
         kind,
         layout_of_plan(plan, rank, device),
-        TokenInputs(q, k, v, g, beta, kind.scale, gate_space, normalised, precision),
+        TokenInputs(q, k, v, g, beta, kind.scale, gate_space, use_qk_l2norm_in_kernel, precision),
         StateIO(source, output_state, state_indices, final_state == "all"),
         output,
         state_checkpoints,
@@ -216,12 +216,14 @@ def warmup(
         with_gates: whether they will have `g` and `beta`.
         state_dtype: of their initial states; None: they have none, or, if `pooled`, a pool in fp32.
         pooled: whether states lie in a pool, with int32 slots.
-        arguments: words and numbers of `summarise`: `backend`, `gate_space`, `final_state`, ...
+        arguments: words and numbers of `summarise`: `backend`, `gate_space`, `final_state`, ...  No tensors: they would
+            be written.
 
     Raises:
         ValueError: on every rank if their plans differ; and as `summarise` does.
     """
     plan = validation.plan_argument(plan)
+    validation.warmup_arguments(arguments)
     rank, peers = _rank_in(plan, group)
     if peers is not None:
         collectives.compare_digest_once(plan, peers)
@@ -269,10 +271,17 @@ def _rank_in(plan: PrefillPlan, group: dist.ProcessGroup | None) -> tuple[int, d
 
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This process's rank in the group (None: the default one), and its world size."""
+    if group is not None and not _is_group(group):
+        raise ValueError(f"group must be a group of torch.distributed, got {group!r}")
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError("group must contain this process, got a group that it is not a member of")
     return rank, dist.get_world_size(group)
+
+
+def _is_group(group: Any) -> bool:
+    """Or what `new_group` returns to those outside."""
+    return dist.is_available() and (isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def _agree(outcome: Call | Exception, plan: Any, group: Any) -> None:

@@ -63,6 +63,11 @@ def kind_of(tensors: tuple[Any, ...], words: tuple[Any, ...], validate: Callable
     return kind
 
 
+def requires_grad(x: Any) -> bool:
+    """Of what may be no tensor."""
+    return x is not None and getattr(x, "requires_grad", False)
+
+
 def new_kind(
     q: torch.Tensor,
     v: torch.Tensor,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gdncp import collectives, stages, validation
 from gdncp.api import place_in
 from gdncp.backends import GateSpace, Precision, TokenInputs
-from gdncp.calls import Kind, bind, kind_of, new_kind, new_states
+from gdncp.calls import Kind, bind, kind_of, new_kind, new_states, requires_grad
 from gdncp.layout import Layout, layout_of_cu_seqlens, layout_of_plan
 from gdncp.plan import PrefillPlan, default_profile, plan_prefill
 from gdncp.plan.choose import balanced, unsplit
@@ -105,10 +105,9 @@ def chunk_gated_delta_rule(
     if seq_lens is None and world_size > 1:
         raise ValueError(f"cu_seqlens_host must be given with a group of {world_size} ranks, got None")
     num_sequences = len(seq_lens) if seq_lens is not None else 1 if cu_seqlens is None else cu_seqlens.numel() - 1
-    normalised = bool(use_qk_l2norm_in_kernel)
 
     def validate() -> Kind:
-        validation.words(backend, gate_space, precision)
+        validation.words(backend, gate_space, precision, use_qk_l2norm_in_kernel)
         validation.one_of("use_cp", use_cp, ("auto", True, False))
         validation.checkpoint_arguments(every, state_checkpoints, checkpoint_cu_starts)
         total = sum(seq_lens) if seq_lens is not None else tokens
@@ -117,6 +116,8 @@ def chunk_gated_delta_rule(
         validation.state_indices_argument(state_indices, num_sequences, device)
         if state_indices is not None and output_final_state and output_state is None:
             raise ValueError("output_state must be given with state_indices where output_final_state is True, got None")
+        if state_indices is not None and initial_state is None and output_state is None:
+            raise ValueError("state_indices must be None where neither initial_state nor output_state is a pool")
         validation.token_tensors(q, k, v, g, beta, None)
         validation.numbers(scale, forget_below)
         validation.buffers(q, v, num_sequences, state_indices is not None, initial_state, output, output_state)
@@ -129,9 +130,10 @@ def chunk_gated_delta_rule(
         return new_kind(q, v, backend=backend, precision=precision, scale=scale, forget_below=bound)
 
     buffers = (initial_state, output, output_state, state_checkpoints, checkpoint_cu_starts, state_indices)
-    words = (backend, gate_space, precision, use_cp, every, max_seqlen, scale, forget_below, _cp_chunk_len, normalised)
-    grid = (seq_lens, num_sequences, world_size, None if plan is None else plan.digest, bool(output_final_state))
-    kind = kind_of((q, k, v, g, beta, *buffers), (*words, *grid), validate)
+    words = (backend, gate_space, precision, use_cp, use_qk_l2norm_in_kernel, bool(output_final_state))
+    numbers = (every, max_seqlen, scale, forget_below, _cp_chunk_len, num_sequences, world_size)
+    others = (seq_lens, None if plan is None else plan.digest, requires_grad(output))
+    kind = kind_of((q, k, v, g, beta, *buffers), (*words, *numbers, *others), validate)
     validation.gate_values(g, gate_space)
     validation.slot_values(state_indices, initial_state if initial_state is not None else output_state)
 
@@ -158,7 +160,7 @@ def chunk_gated_delta_rule(
     call = bind(
         kind,
         layout,
-        TokenInputs(q, k, v, g, beta, kind.scale, gate_space, normalised, precision),
+        TokenInputs(q, k, v, g, beta, kind.scale, gate_space, use_qk_l2norm_in_kernel, precision),
         StateIO(initial_state, output_state, state_indices),
         output,
         state_checkpoints if layout.num_checkpoints else None,

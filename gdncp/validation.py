@@ -6,30 +6,24 @@ host can see them: on CPU tensors, and on device tensors where the caller allowe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from gdncp.backends import BACKEND_NAMES
 from gdncp.plan import PrefillPlan
 from gdncp.plan.checks import head_counts, integer
 from gdncp.states import STATE_DTYPES
+from gdncp.words import is_int as is_int
+from gdncp.words import numbers as numbers
+from gdncp.words import one_of as one_of
+from gdncp.words import warmup_arguments as warmup_arguments
+from gdncp.words import words as words
 from gdncp.work import CHUNK
 
 INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
-
-
-def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-
-
-def is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
@@ -60,12 +54,6 @@ def _shape(name: str, value: torch.Tensor, allowed: tuple[int, ...], meaning: st
 def _contiguous(name: str, value: torch.Tensor) -> None:
     if not value.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {value.stride()} for shape {tuple(value.shape)}")
-
-
-def words(backend: Any, gate_space: Any, precision: Any) -> None:
-    one_of("backend", backend, BACKEND_NAMES)
-    one_of("gate_space", gate_space, ("linear", "log"))
-    one_of("precision", precision, ("fast", "high"))
 
 
 def checkpoint_arguments(every: Any, state_checkpoints: Any, cu_starts: Any) -> None:
@@ -208,15 +196,17 @@ def token_tensors(q: Any, k: Any, v: Any, g: Any, beta: Any, num_tokens: int | N
 
 
 def gate_values(g: torch.Tensor | None, gate_space: str, *, read_device: bool = False) -> None:
-    """Gates of the space that they are said to be of, where the host sees them."""
+    """Gates of the space that they are said to be of, where the host sees them.  A NaN stays with its sequence."""
     if g is None or not _seen(g, read_device) or not g.numel():
         return
-    if gate_space == "linear" and (least := float(g.detach().nan_to_num(0.0).min())) < 0:
+    least, most = (float(x) for x in g.detach().nan_to_num(0.0).aminmax())
+    if gate_space == "linear" and (least < 0 or most > 1):
+        extreme = f"a minimum of {least}" if least < 0 else f"a maximum of {most}"
         raise ValueError(
-            f"g must be linear (alpha in [0, 1]) with gate_space='linear', got a minimum of {least}; "
+            f"g must be linear (alpha in [0, 1]) with gate_space='linear', got {extreme}; "
             "natural-log gates need gate_space='log'"
         )
-    if gate_space == "log" and (most := float(g.detach().nan_to_num(0.0).max())) > 0:
+    if gate_space == "log" and most > 0:
         raise ValueError(
             f"g must be natural logs (at most 0) with gate_space='log', got a maximum of {most}; "
             "linear gates need gate_space='linear'"
@@ -251,6 +241,8 @@ def output_tensor(output: Any, tokens: int, heads: int, q: torch.Tensor, v_dim: 
     _tensor("output", output, dtypes=(q.dtype,), dims=3, device=q.device)
     _shape("output", output, (tokens, heads, v_dim), "tokens, state heads, V")
     _contiguous("output", output)
+    if output.requires_grad:
+        raise ValueError("output must not require grad: the call is forward only, got one that does")
 
 
 def _num_slots(pool: Any) -> int | None:
@@ -372,17 +364,6 @@ def plan_heads(plan: PrefillPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
 def token_count(q: torch.Tensor, num_tokens: int) -> None:
     if q.shape[0] != num_tokens:
         raise ValueError(f"q must have the {num_tokens} tokens that the plan gives this rank, got {q.shape[0]}")
-
-
-def numbers(scale: Any, forget_below: Any) -> None:
-    if scale is not None and (
-        isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale)
-    ):
-        raise ValueError(f"scale must be a finite float, or None or 0 for 1/sqrt(head dim), got {scale!r}")
-    if forget_below is None:
-        return
-    if isinstance(forget_below, bool) or not isinstance(forget_below, (int, float)) or not 0 <= forget_below < 1:
-        raise ValueError(f"forget_below must lie in [0, 1) or be None for the dtype's default, got {forget_below!r}")
 
 
 def cp_chunk_len_argument(cp_chunk_len: Any) -> None:

@@ -1,6 +1,9 @@
 """Calls of one kind are checked once: what differs in one property only must be another kind, refused or right."""
 
 import enum
+import inspect
+import pickle
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -43,6 +46,18 @@ def run(base, **changes):
     return gdncp.prefill(arguments.pop("plan", PLAN), **arguments)
 
 
+def run_flashinfers(base, **changes):
+    """FlashInfer's call of the same work."""
+    arguments = {"plan": PLAN, **TOKENS, **base, **changes}
+    if "state_pool" in arguments:
+        arguments["initial_state"] = arguments["output_state"] = arguments.pop("state_pool")
+    output, final = gdncp.chunk_gated_delta_rule(**arguments, cu_seqlens_host=[0, 70, 130], output_final_state=True)
+    return SimpleNamespace(output=output, final_state=final)
+
+
+RUNS = {"prefill": run, "chunk_gated_delta_rule": run_flashinfers}
+
+
 def strided(x):
     return torch.stack([x, x], dim=-1)[..., 0]
 
@@ -53,7 +68,7 @@ class Word(str, enum.Enum):
 
 BAD = {
     **{f"{n} strides": (GOOD, {n: strided(TOKENS[n])}, f"{n} must be contiguous") for n in TOKENS},
-    **{f"{n} tokens": (GOOD, {n: TOKENS[n][:-1]}, f"{n} must have") for n in TOKENS},
+    **{f"{n} tokens": (GOOD, {n: TOKENS[n][:-1]}, f"{n} must have|the number of tokens") for n in TOKENS},
     **{f"{n} dtype": (GOOD, {n: TOKENS[n].double()}, f"{n} must have dtype") for n in TOKENS},
     **{f"{n} device": (GOOD, {n: TOKENS[n].to("meta")}, "must be on|meta") for n in ("k", "v", "g", "beta")},
     **{f"{n} type": (GOOD, {n: TOKENS[n].numpy()}, f"{n} must be a torch.Tensor") for n in TOKENS},
@@ -61,6 +76,11 @@ BAD = {
     "state dtype": (GOOD, {"initial_state": STATE.double()}, "initial_state must have dtype"),
     "state rows": (GOOD, {"initial_state": STATE[:1]}, "initial_state must have shape"),
     "output dtype": (GOOD, {"output": torch.zeros(T, H, D).half()}, "output must have dtype"),
+    "output that requires grad": (
+        GOOD,
+        {"output": torch.zeros(T, H, D).requires_grad_()},
+        "output must not require grad",
+    ),
     "output strides": (GOOD, {"output": strided(torch.zeros(T, H, D))}, "output must be contiguous"),
     "output_state rows": (GOOD, {"output_state": torch.zeros(3, H, D, D)}, "output_state must have shape"),
     "checkpoints": (GOOD, {"state_checkpoints": STATE}, "state_checkpoints must have shape"),
@@ -74,18 +94,34 @@ BAD = {
     "scale bool": (GOOD, {"scale": True}, "scale must be a finite float"),
     "scale list": (GOOD, {"scale": [1.0]}, "scale must be a finite float"),
     "scale nan": (GOOD, {"scale": float("nan")}, "scale must be a finite float"),
+    "scale that no float holds": (GOOD, {"scale": 10**5000}, "scale must be a finite float.*an int of 16610 bits"),
+    "forget_below that no float holds": (GOOD, {"forget_below": 10**400}, "forget_below must lie"),
+    "L2 norm tensor": (GOOD, {"use_qk_l2norm_in_kernel": torch.ones(2)}, "use_qk_l2norm_in_kernel must be one of True"),
+    "L2 norm int": (GOOD, {"use_qk_l2norm_in_kernel": 1}, "use_qk_l2norm_in_kernel must be one of True, False, got 1"),
+    "group word": (GOOD, {"group": "x"}, "group must be a group of torch.distributed, got 'x'"),
+    "gates above 1": (GOOD, {"g": TOKENS["g"] + 1}, "g must be linear.*got a maximum of"),
     "forget_below bool": (GOOD, {"forget_below": False}, "forget_below must lie"),
     "word that is equal": (GOOD, {"gate_space": Word.LINEAR}, "gate_space must be one of"),
     "backend": (GOOD, {"backend": "hopper"}, "backend 'hopper' cannot run"),
     "final_state": (GOOD, {"final_state": "each"}, "final_state must be one of"),
-    "plan of other lengths": (GOOD, {"plan": gdncp.plan_prefill([70, 61], **HEADS)}, "q must have 131 tokens"),
+    "plan of other lengths": (
+        GOOD,
+        {"plan": gdncp.plan_prefill([70, 61], **HEADS)},
+        r"q must have 131 tokens|sequence lengths \(70, 60\), got \(70, 61\)",
+    ),
     "plan of other heads": (GOOD, {"plan": gdncp.plan_prefill([70, 60], **{**HEADS, "num_q_heads": 4})}, "q must have"),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_one_bad_property_is_refused_after_good_calls_as_before(name):
+ONLY_PREFILL = ("checkpoints", "both states", "slots alone", "final_state")  # arguments of its own
+CASES = [("prefill", name) for name in BAD]
+CASES += [("chunk_gated_delta_rule", name) for name in BAD if name not in ONLY_PREFILL]
+
+
+@pytest.mark.parametrize(("call", "name"), CASES)
+def test_one_bad_property_is_refused_after_good_calls_as_before(call, name):
     base, changes, message = BAD[name]
+    run = RUNS[call]
     with pytest.raises((ValueError, NotImplementedError), match=message) as before:
         run(base, **changes)
     run(base)
@@ -96,7 +132,8 @@ def test_one_bad_property_is_refused_after_good_calls_as_before(name):
     run(base)
 
 
-def test_a_kind_is_checked_once(checked):
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_a_kind_is_checked_once(run, checked):
     first = run(GOOD)
     again = run(GOOD, **{n: x.clone() for n, x in TOKENS.items()}, output=torch.zeros(T, H, D))
     assert len(checked) == 1 and first.output is GOOD["output"] and again.output is not GOOD["output"]
@@ -118,8 +155,9 @@ OTHERS = {  # what is good too, but another kind
 }
 
 
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_kind_gives_what_it_gives_alone(name, checked):
+def test_another_kind_gives_what_it_gives_alone(name, run, checked):
     fresh = {"output": None, "output_state": None}
     expected = run({**GOOD, **fresh}, **OTHERS[name])
     calls._KINDS.clear()
@@ -152,5 +190,32 @@ def test_warmup_does_what_a_first_call_does(checked):
         before = len(checked)
         gdncp.prefill(plan, **{**random_tokens(134, dim=D), **call})
         assert len(checked) == before, changes
-    with pytest.raises(ValueError, match="backend must be one of"):
-        gdncp.warmup(plan, dtype=torch.float32, backend="cuda")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"backend": "cuda"}, "backend must be one of"),
+        ({"gate_space": "log2"}, "gate_space must be one of"),
+        ({"final_state": "each"}, "final_state must be one of"),
+        ({"scale": "0.1"}, "scale must be a finite float"),
+        ({"output": torch.zeros(T, H, D)}, "output must not be given to warmup, which takes backend, "),
+        ({"state_pool": STATE, "state_indices": torch.tensor([0, 1])}, "state_pool must not be given to warmup"),
+        ({"spelling": 1}, "spelling must not be given to warmup"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_warmup_refuses_what_it_would_write_and_what_a_call_refuses(dtype, bad, message):
+    before = STATE.clone()
+    with pytest.raises(ValueError, match=message):
+        gdncp.warmup(PLAN, dtype=dtype, **bad)
+    assert torch.equal(STATE, before)
+
+
+def test_the_public_calls_can_be_pickled_and_say_what_they_take():
+    for call in (gdncp.prefill, gdncp.summarise, gdncp.fixup, gdncp.finish, gdncp.chunk_gated_delta_rule):
+        assert pickle.loads(pickle.dumps(call)) is call
+    assert inspect.signature(gdncp.prefill).return_annotation == "PrefillResult"
+    assert list(inspect.signature(gdncp.prefill).parameters)[:6] == ["plan", "q", "k", "v", "g", "beta"]
+    assert "state_pool, state_indices:" in gdncp.prefill.__doc__ and "Raises:" in gdncp.summarise.__doc__

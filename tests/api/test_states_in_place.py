@@ -60,3 +60,14 @@ def test_a_state_is_updated_in_its_own_memory_and_slots_are_not_taken_for_rows()
     pool[slots] = initial
     run(state_pool=pool, state_indices=slots)
     assert torch.equal(pool[slots], expected) and bool((pool[[1, 3]] == 7).all())
+
+
+def test_an_output_off_the_grid_is_written_once_whatever_the_lanes():
+    """Kernels write from multiples of 16 bytes: elsewhere goes a copy, which lanes share."""
+    expected = run().output
+    memory = torch.full((expected.numel() + 1,), 7.0, device=DEVICE)
+    output = memory[1:].view(expected.shape)
+    assert output.data_ptr() % 16
+    result = gdncp.prefill(plan(lanes_per_rank=3), **tokens(), backend="triton", output=output, keep_entry=True)
+    assert result.output is output and torch.equal(output, expected) and memory[0] == 7
+    assert result.entry.summary.sinks.output.data_ptr() % 16 == 0

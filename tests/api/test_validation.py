@@ -117,6 +117,10 @@ BAD = {  # id: (arguments over a good call, message)
         },
         r"initial_state must have positive strides that do not overlap, got \(0, ",
     ),
+    "slots without a pool": (
+        {"state_indices": torch.tensor([0, 1]), "output_final_state": False},
+        r"state_indices must be None where neither initial_state nor output_state is a pool",
+    ),
     "slots without output_state": (
         {"state_indices": torch.tensor([0, 1]), "initial_state": STATE},
         r"output_state must be given with state_indices",
@@ -285,6 +289,8 @@ def test_a_nan_hides_no_wrong_gate():
     gates = torch.tensor([[float("nan"), -0.5]]).repeat(T, 1)
     with pytest.raises(ValueError, match=r"g must be linear .*got a minimum of -0.5"):
         gdncp.chunk_gated_delta_rule(**TOKENS | {"g": gates})
+    with pytest.raises(ValueError, match=r"g must be linear .*got a maximum of 1.5"):
+        gdncp.chunk_gated_delta_rule(**TOKENS | {"g": gates + 2})
     with pytest.raises(ValueError, match=r"g must be natural logs .*got a maximum of 0.5"):
         gdncp.chunk_gated_delta_rule(**TOKENS | {"g": -gates}, gate_space="log")
 
