@@ -136,7 +136,7 @@ class PrefillResult:
     def timings(self) -> dict[str, float]:
         """Seconds per stage, for a call with `timed=True`; waits for the device.
 
-        Of an exchange that runs beside stage 4, "state_fixup" is what stage 4 waited for it.
+        An exchange that runs beside stage 4 is part of "cp_prefill".
         """
         return self.timer.seconds()
 
@@ -169,7 +169,7 @@ class StageTimer:
 
     def __init__(self, *, enabled: bool, device: torch.device):
         self._enabled, self._device, self._cuda = enabled, device, device.type == "cuda"
-        self._marks: list[tuple[str, Any, Any]] = []  # a stage may be in parts
+        self._marks: dict[str, tuple[Any, Any]] = {}
 
     @property
     def enabled(self) -> bool:
@@ -189,16 +189,13 @@ class StageTimer:
     def _measured(self, name: str) -> Iterator[None]:
         start = self._now()
         yield
-        self._marks.append((name, start, self._now()))
+        self._marks[name] = (start, self._now())
 
     def seconds(self) -> dict[str, float]:
-        if self._cuda:
-            torch.cuda.synchronize(self._device)
-        seconds: dict[str, float] = {}
-        for name, start, stop in self._marks:
-            took = start.elapsed_time(stop) / 1e3 if self._cuda else stop - start
-            seconds[name] = seconds.get(name, 0.0) + took
-        return seconds
+        if not self._cuda:
+            return {name: stop - start for name, (start, stop) in self._marks.items()}
+        torch.cuda.synchronize(self._device)
+        return {name: start.elapsed_time(stop) / 1e3 for name, (start, stop) in self._marks.items()}
 
 
 @without_gradients
@@ -330,7 +327,7 @@ def _exchange_stream(device: torch.device) -> torch.cuda.Stream:
 def finish(entry: EntryStates) -> PrefillResult:
     """Stage 4 on every lane, then states and checkpoints in the caller's dtypes.
 
-    With `entry_late` in two parts, of which the first does not wait for the exchange.
+    With `entry_late` in two parts side by side, of which one does not wait for the exchange, and the other follows it.
     """
     summary = entry.summary
     call, layout, sinks = summary.call, summary.call.layout, summary.sinks
@@ -338,11 +335,10 @@ def finish(entry: EntryStates) -> PrefillResult:
     run = backend.cp_prefill
     if summary.maps is not None and (opening := _opening(call)) is not None:
         run = opening.cp_prefill_after_opening
-    in_parts = layout.has_early and layout.has_late
 
     def stage_4(early: bool) -> None:
         part = None
-        if in_parts:
+        if layout.has_early and layout.has_late:
             assert entry.maps is not None
             part = Part(early, entry.maps)
 
@@ -350,15 +346,15 @@ def finish(entry: EntryStates) -> PrefillResult:
             table = table.before_exchange if early else table
             run(call.inputs, summary.tiles[lane], table, entry_states, sinks, part)
 
-        with call.timer.stage("cp_prefill"):
-            _on_lanes(call, on_lane)
+        _on_lanes(call, on_lane)
 
-    if layout.has_early:
-        stage_4(early=True)
-    with call.timer.stage("state_fixup"):
+    with call.timer.stage("cp_prefill"):
+        if layout.has_early:
+            stage_4(early=True)
+        if layout.has_late:
+            with _behind_exchange(entry):
+                stage_4(early=False)
         entry.wait()
-    if layout.has_late:
-        stage_4(early=False)
     if sinks.output is not call.output:
         call.output.copy_(sinks.output)
     if sinks.checkpoints is not None and sinks.checkpoints is not call.checkpoints:
@@ -372,6 +368,18 @@ def finish(entry: EntryStates) -> PrefillResult:
     # a process group that a kept result would keep alive past destroy_process_group can abort a process as it exits
     done = replace(entry, summary=replace(summary, call=replace(call, group=None))) if call.keep_entry else None
     return PrefillResult(call.output, destination, call.checkpoints, entry.stats, done, call.timer)
+
+
+def _behind_exchange(entry: EntryStates) -> AbstractContextManager[Any]:
+    """Where the late part of stage 4 is enqueued: on the exchange's stream, so that it need not wait for the early one.
+
+    But not with a set that masks: a part would write back what it found of the other's.
+    """
+    call, stream = entry.summary.call, entry.exchange
+    if stream is not None and call.backend.exact_rows:
+        return torch.cuda.stream(stream)
+    entry.wait()
+    return nullcontext()
 
 
 _LANE_STREAMS: dict[tuple[torch.device, int], torch.cuda.Stream] = {}

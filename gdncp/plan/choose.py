@@ -155,6 +155,11 @@ def _unequal(longest: int, grids: Sequence[layout.Grid]) -> list[layout.Grid]:
     return list(dict.fromkeys(refined))
 
 
+def finer(cp_chunk_len: int) -> list[int]:
+    """Halves and quarters of a CP chunk."""
+    return [length for k in (2, 4) if (length := _round_up(cp_chunk_len / k)) >= _LEAST]
+
+
 def unsplit(longest: int) -> int:
     """The CP chunk length that leaves a sequence whole."""
     return _round_up(longest)

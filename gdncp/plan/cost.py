@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gdncp.plan.checks import CHUNK
 from gdncp.plan.model import Segment
-from gdncp.plan.overlap import prefill_parts
+from gdncp.plan.overlap import prefill_beside
 from gdncp.plan.profiles import CostProfile
 from gdncp.plan.stage_model import Kind
 
@@ -173,7 +173,7 @@ def total_seconds(plan: PrefillPlan, head_half_lives: Sequence[float] | None) ->
 def predict(plan: PrefillPlan) -> dict[str, tuple[float, ...]]:
     """Stage -> seconds per rank.  A rank's fixup ends with the slowest one's, except where it takes no part.
 
-    Of an exchange that runs beside stage 4, what stage 4 waits for it.
+    An exchange that runs beside stage 4 is part of "cp_prefill".
     """
     profile, heads, model = plan.profile, plan.num_state_heads, plan.stage_model
     crossing = plan.fixup_seconds[plan.fixup] if plan.crosses_ranks else 0.0
@@ -185,11 +185,11 @@ def predict(plan: PrefillPlan) -> dict[str, tuple[float, ...]]:
         )
         t, mn, prefill = model.seconds(kinds)
         takes_part = any(s.previous is not None or s.next is not None for s in share.segments)
-        local = [s.num_items - 1 for s in share.segments if s.previous is None and s.next is None]
+        beside = plan.finish == "entry_late"  # then all segments are also folded without the exchange
+        local = [s.num_items - 1 for s in share.segments if beside or (s.previous is None and s.next is None)]
         fold = fold_seconds(profile, max(local, default=0), sum(local), heads, plan.head_dim)
-        waits = takes_part * crossing
-        if plan.finish == "entry_late":
-            early, late = prefill_parts(model, share, plan.cp_chunk_len)
-            waits, prefill = max(waits - early, 0.0), early + late
-        columns.append((t, mn, fold + waits, prefill))
+        exchange = takes_part * crossing
+        if beside and share.num_tokens:
+            prefill, exchange = prefill_beside(model, share, plan.cp_chunk_len, exchange), 0.0
+        columns.append((t, mn, fold + exchange, prefill))
     return dict(zip(STAGES, zip(*columns, strict=True), strict=True))

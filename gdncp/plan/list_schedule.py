@@ -18,6 +18,11 @@ class Workers:
         """When the last unit ends."""
         return max(time for time, _ in self._free)
 
+    def wait_until(self, time: float) -> None:
+        """No worker starts anything before."""
+        self._free = [(max(free, time), count) for free, count in self._free]
+        heapq.heapify(self._free)
+
     def run(self, units: int, seconds: float) -> None:
         """Give out `units` units of `seconds` each."""
         if units > 2 * self._count and seconds > 0:

@@ -1,4 +1,4 @@
-"""How much of stage 4 can run beside the exchange."""
+"""What stage 4 takes beside the exchange (`finish="entry_late"`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from gdncp.plan.model import RankPlan
 from gdncp.plan.stage_model import Kind, StageModel
 
 
-def prefill_parts(model: StageModel, share: RankPlan, cp_chunk_len: int) -> tuple[float, float]:
-    """Seconds of stage 4's launch beside the exchange and of the one behind it, 0 where there is none.
+def prefill_beside(model: StageModel, share: RankPlan, cp_chunk_len: int, exchange: float) -> float:
+    """Seconds of a rank's stage 4, of an exchange of so many seconds too; 0: the rank takes no part in it.
 
     A head is taken to forget where it does so within a whole CP chunk.
     """
@@ -23,4 +23,4 @@ def prefill_parts(model: StageModel, share: RankPlan, cp_chunk_len: int) -> tupl
             known = model.num_heads if segment.previous is None else forget if i else 0
             early[kind] += known
             late[kind] += model.num_heads - known
-    return model.prefill_seconds(early), model.prefill_seconds(late)
+    return model.prefill_beside(early, late, exchange)

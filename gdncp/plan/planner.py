@@ -136,8 +136,20 @@ def plan_prefill(
         )
 
     def finished(plan: PrefillPlan) -> PrefillPlan:
-        late = finish == "entry_late" and plan.crosses_ranks
-        return replace(plan, finish="entry_late") if late else plan
+        if finish == "entry_first" or not plan.crosses_ranks:
+            return plan
+        late = replace(plan, finish="entry_late")
+        if finish == "entry_late":
+            return late
+        # of many sequences a rank few are in the exchange; and on one worker nothing runs beside it
+        if profile.workers == 1 or world_size <= len(lengths) / 2:
+            return plan
+        plan = choose.choose_plan(plan, late, gates)
+        if cp_chunk_len is None and not require_reproducible and isinstance(ownership, str):
+            for length in choose.finer(late.cp_chunk_len):  # less waits for the exchange
+                late = on_grid(layout.Grid(length, length), None, plan.opens)
+                plan = choose.choose_plan(plan, replace(late, finish="entry_late"), gates)
+        return plan
 
     if cp_chunk_len is not None:
         length = checks.cp_chunk_len(cp_chunk_len)

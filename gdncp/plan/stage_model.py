@@ -60,14 +60,29 @@ class StageModel:
         # stage 4 is launched even where stage 2 has left it nothing to do
         return StageSeconds(t, self._schedule(maps) if maps else 0.0, self._schedule(prefills) if t else 0.0)
 
-    def prefill_seconds(self, pairs: Mapping[Kind, float]) -> float:
-        """A launch of stage 4 over so many pairs of CP chunk and head of each kind; 0 where it has nothing to do."""
-        units = [
+    def prefill_beside(self, early: Mapping[Kind, float], late: Mapping[Kind, float], exchange: float) -> float:
+        """Stage 4 of so many pairs of CP chunk and head, the late ones behind an exchange that starts when it does.
+
+        Where the early ones fill all workers, the exchange is held up until the first of them are done.
+        """
+        first, second = self._prefills(early), self._prefills(late)
+        workers = Workers(self.profile.workers)
+        if sum(number for number, _ in first) >= self.profile.workers:
+            exchange += max(seconds for _, seconds in first)
+        for number, seconds in first:
+            workers.run(number, seconds)
+        if second:
+            workers.wait_until(exchange)
+        for number, seconds in second:
+            workers.run(number, seconds)
+        return self.profile.launch_s + max(workers.finish, exchange)
+
+    def _prefills(self, pairs: Mapping[Kind, float]) -> list[Units]:
+        return [
             self._units(count, kind.num_chunks * self.profile.tile_prefill_s)
             for kind, count in sorted(pairs.items(), reverse=True)
-            if count and not self._opened(kind)
+            if count and kind.num_chunks and not self._opened(kind)
         ]
-        return self._schedule(units) if units else 0.0
 
     def forgetting_heads(self, tokens: int) -> int:
         """Heads that forget within so many tokens."""

@@ -12,6 +12,7 @@ CHUNK = tl.constexpr(64)
 RESET = tl.constexpr(-1024.0)  # log gate of a reset: exp of any sum that holds one is 0, and 64 of them add exactly
 SMALLEST_LOG_GATE = tl.constexpr(-87.0)  # anything below is a reset; exp(-87) is about fp32's smallest normal number
 L2NORM_EPS = tl.constexpr(1e-6)
+MAPS_AT_ONCE = tl.constexpr(128)
 
 
 @triton.jit
@@ -140,3 +141,15 @@ def add_outer(state, decay, ptr, first_token, rows, stride, update, PRECISION: t
             replaced = appended(replaced, tl.where(j == i, new, state[i]))
         state = replaced
     return state
+
+
+@triton.jit
+def is_known(forgot, maps_start, maps_stop, item, head, H):
+    """1 where an item's entry state does not depend on other ranks, see `EarlyTable`; else 0."""
+    start = tl.load(maps_start + item)
+    stop = tl.load(maps_stop + item)
+    known = (start < 0).to(tl.int32)
+    for first in range(start, stop, MAPS_AT_ONCE):
+        row = first + tl.arange(0, MAPS_AT_ONCE)
+        known = tl.maximum(known, tl.max(tl.load(forgot + row * H + head, mask=row < stop, other=0).to(tl.int32), 0))
+    return known

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdncp_kernels.common import CHUNK, add_outer, appended, dot, load_column, load_rows, operand, slice_of
+from gdncp_kernels.common import CHUNK, add_outer, appended, dot, is_known, load_column, load_rows, operand, slice_of
 from gdncp_kernels.launch_table import choose
 
 if TYPE_CHECKING:
@@ -24,19 +24,6 @@ if TYPE_CHECKING:
     from gdncp_kernels.precompute_t import Tiles
 
 NO_MORE = tl.constexpr(1 << 62)  # tokens of the checkpoint after the last
-MAPS_AT_ONCE = tl.constexpr(128)
-
-
-@triton.jit
-def _is_known(forgot, maps_start, maps_stop, item, head, H):
-    """1 where an item's entry state does not depend on other ranks, see `EarlyTable`; else 0."""
-    start = tl.load(maps_start + item)
-    stop = tl.load(maps_stop + item)
-    known = (start < 0).to(tl.int32)
-    for first in range(start, stop, MAPS_AT_ONCE):
-        row = first + tl.arange(0, MAPS_AT_ONCE)
-        known = tl.maximum(known, tl.max(tl.load(forgot + row * H + head, mask=row < stop, other=0).to(tl.int32), 0))
-    return known
 
 
 @triton.jit(do_not_specialize=["final_dump", "H", "HQ", "HK", "HV", "early"])
@@ -93,7 +80,7 @@ def cp_prefill_kernel(
     if (tokens == 0) & (exit_row == final_dump):
         return
     if forgot is not None:
-        if _is_known(forgot, maps_start, maps_stop, item, head, H) != early:
+        if is_known(forgot, maps_start, maps_stop, item, head, H) != early:
             return
     i = tl.arange(0, CHUNK)
     in_state = (block * BLOCK + tl.arange(0, BLOCK))[None, :] * K + tl.arange(0, SLICE)[:, None]  # of the first slice

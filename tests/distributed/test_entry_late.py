@@ -203,3 +203,17 @@ def test_the_plan_says_how_it_finishes():
     assert plan_for([4000], 2).finish == "entry_first"  # on one worker nothing runs beside an exchange
     with pytest.raises(ValueError, match=r"finish must be .*, got 'zero_first'"):
         plan_for([4000], 2, finish="zero_first")
+
+
+def test_auto_takes_it_where_the_exchange_hides():
+    layer = {"num_q_heads": 16, "num_k_heads": 16, "num_v_heads": 32, "profile": "h200", "world_size": 8}
+
+    def total(plan: gdncp.PrefillPlan) -> float:
+        return max(map(sum, zip(*plan.predicted.values(), strict=True)))
+
+    for half_lives, expected in (([2.0] * 32, "entry_late"), ([1e9] * 32, "entry_first"), (None, "entry_first")):
+        choices = {"head_half_lives": half_lives, **layer}
+        plan = gdncp.plan_prefill([1 << 20], **choices)
+        assert plan.finish == expected
+        assert total(plan) <= total(gdncp.plan_prefill([1 << 20], finish="entry_first", **choices))
+    assert gdncp.plan_prefill([1000] * 99, **layer).finish == "entry_first"

@@ -194,7 +194,7 @@ def test_several_ranks_have_equal_cp_chunks() -> None:
 @pytest.mark.parametrize("tokens", [32768, 131072, 524288])
 def test_a_rank_that_opens_a_sequence_does_not_keep_the_others_waiting(tokens: int) -> None:
     """Where gates forget, others have next to no stage 2; where they do not, nothing is lost."""
-    shape = {"world_size": 2, **LAYER, "profile": "h200"}
+    shape = {"world_size": 2, **LAYER, "profile": "h200", "finish": "entry_first"}
     chosen, opening = plan_prefill([tokens], **shape), plan_prefill([tokens], opens=True, **shape)
     assert not chosen.opens and opening.opens
     for half_lives in (None, typical_half_lives(32), [8.0] * 32):

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 
+from gdncp_kernels.common import is_known
+
 if TYPE_CHECKING:
-    from gdncp.backends.base import Sinks
+    from gdncp.backends.base import Part, Sinks
     from gdncp.work import WorkTable
     from gdncp_kernels.hopper.tiles import Tiles
 
@@ -21,7 +24,7 @@ DIM = tl.constexpr(128)
 BLOCK = tl.constexpr(32)  # state rows per program
 
 
-@triton.jit(do_not_specialize=["H", "HK", "HV", "dump"])
+@triton.jit(do_not_specialize=["H", "HK", "HV", "dump", "early"])
 def _finish_kernel(
     k,
     v,
@@ -35,6 +38,10 @@ def _finish_kernel(
     checkpoint_tokens,
     checkpoint_row,
     checkpoints,
+    forgot,
+    maps_start,
+    maps_stop,
+    early,
     dump,
     H,
     HK,
@@ -51,6 +58,9 @@ def _finish_kernel(
     if (p == 0) | (row == dump):
         return
     item = tl.load(checkpoint_item + checkpoint)
+    if forgot is not None:  # of the pairs of one part, as in `recurrence_kernel`
+        if is_known(forgot, maps_start, maps_stop, item, head, H) != early:
+            return
     ordinal = position // 64
     token = tl.load(token_start + item) + ordinal * 64
     rows = tl.minimum(tl.load(num_tokens + item) - ordinal * 64, 64)
@@ -84,7 +94,7 @@ def _finish_kernel(
     tl.store(at, state)
 
 
-def finish(tiles: Tiles, table: WorkTable, sinks: Sinks) -> None:
+def finish(tiles: Tiles, table: WorkTable, sinks: Sinks, part: Part | None = None) -> None:
     """Move the stored states of checkpoints inside a chunk on to where they stand.
 
     Tables built on the device have none: there checkpoints and CP chunks stand at multiples of 64 tokens.
@@ -105,6 +115,10 @@ def finish(tiles: Tiles, table: WorkTable, sinks: Sinks) -> None:
         table.checkpoint_tokens,
         table.checkpoint_row,
         sinks.checkpoints,
+        None if part is None else part.maps.forgot.view(torch.uint8),
+        None if part is None or table.early is None else table.early.maps_start,
+        None if part is None or table.early is None else table.early.maps_stop,
+        None if part is None else int(part.early),
         sinks.checkpoint_dump,
         num_heads,
         inputs.k.shape[1],

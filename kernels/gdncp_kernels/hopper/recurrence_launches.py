@@ -80,8 +80,8 @@ def cp_prefill(
         launch = prepare_cp_prefill(tiles.inputs, table, sinks.output, opened, has_checkpoints, part)
         launches = table.prepared[key] = Launches(_CHANGING, launch)
     _enqueue(launches, tiles, entry_states, sinks, None if part is None else part.maps)
-    if has_checkpoints and (part is None or not part.early):  # of all pairs, once the last are there
-        inner_checkpoints.finish(tiles, table, sinks)
+    if has_checkpoints:
+        inner_checkpoints.finish(tiles, table, sinks, part)
 
 
 def map_dump(table: WorkTable, num_rows: int) -> int:
