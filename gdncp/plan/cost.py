@@ -189,7 +189,7 @@ def predict(plan: PrefillPlan) -> dict[str, tuple[float, ...]]:
         local = [s.num_items - 1 for s in share.segments if beside or (s.previous is None and s.next is None)]
         fold = fold_seconds(profile, max(local, default=0), sum(local), heads, plan.head_dim)
         exchange = takes_part * crossing
-        if beside and share.num_tokens:
-            prefill, exchange = prefill_beside(model, share, plan.cp_chunk_len, exchange), 0.0
+        if beside and share.num_tokens:  # beside that fold too
+            prefill, exchange = prefill_beside(model, share, plan.cp_chunk_len, max(exchange - fold, 0.0)), 0.0
         columns.append((t, mn, fold + exchange, prefill))
     return dict(zip(STAGES, zip(*columns, strict=True), strict=True))
