@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import torch
@@ -38,9 +40,7 @@ class Layout:
     num_stand_ins: int = 0  # rows of the entry states behind those of items, see `stand_in_rows`
     num_sequence_items: torch.Tensor | None = None  # [N] CP chunks per sequence, where only the device knows
     max_sequence_items: int = 1
-    prepared: dict[Any, Any] = field(
-        default_factory=dict, init=False, repr=False
-    )  # backends' launches, by kind of call
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # backends' launches, by kind
 
     @property
     def has_maps(self) -> bool:
@@ -52,10 +52,47 @@ class Layout:
         return tuple(table.from_zeros for table in self.tables)
 
 
-_Key = tuple[str, int, torch.device]
-_CACHE: OrderedDict[_Key, tuple[Layout, torch.cuda.Event | None]] = OrderedDict()  # and when it has been copied
+class _Cached:
+    """A layout, and who may be reading it on the device."""
+
+    def __init__(self, layout: Layout, device: torch.device):
+        self.layout, self._device = layout, device
+        self._copied: torch.cuda.Event | None = None
+        self._streams: dict[int, torch.cuda.Stream] = {}  # that have read it
+        self.captured = False  # a CUDA graph reads it at every replay
+        if device.type == "cuda":
+            self._copied = torch.cuda.current_stream(device).record_event()
+
+    def use(self) -> None:
+        """By what is enqueued on the current stream after this.  The copy may be under way on another one."""
+        raw = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if raw not in self._streams and self._copied is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(self._copied)
+            self._streams[raw] = stream
+
+    def drop(self) -> None:
+        """Its memory goes to nobody before all streams have done with it that have something enqueued."""
+        for stream in self._streams.values():
+            for x in _tensors(self.layout):
+                x.record_stream(stream)
+
+
+def _tensors(x: Any) -> Iterator[torch.Tensor]:
+    """All in a layout, also those made on first use."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, tuple):
+        for part in x:
+            yield from _tensors(part)
+    elif is_dataclass(x):
+        for part in vars(x).values():
+            yield from _tensors(part)
+
+
+_CACHE: OrderedDict[tuple[str, int, torch.device], _Cached] = OrderedDict()
 _CACHE_SIZE = 128  # layouts are a few KiB each; keyed by the plan's digest, so an entry cannot go stale
-_CAPTURED: dict[_Key, Layout] = {}  # a CUDA graph reads them at every replay: these stay
+_LOCK = Lock()  # of the cache
 
 
 def layout_of_plan(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
@@ -64,29 +101,29 @@ def layout_of_plan(plan: PrefillPlan, rank: int, device: torch.device) -> Layout
     Raises:
         RuntimeError: while a CUDA graph is captured, for a plan that has not run before: its tables cannot be copied.
     """
-    key = (plan.digest, rank, device)
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if key in _CAPTURED:
-        return _CAPTURED[key]
-    if key in _CACHE:
-        layout, copied = _CACHE[key]
+    key, on_gpu = (plan.digest, rank, device), device.type == "cuda"
+    capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+    with _LOCK:
+        cached = _CACHE.get(key)
+        if cached is None:
+            if capturing:
+                raise RuntimeError(
+                    f"the plan's tables are not on {device} yet: call gdncp.warmup, or run once, before a capture"
+                )
+            cached = _CACHE[key] = _Cached(_build(plan, rank, device), device)
+            _make_room()
         _CACHE.move_to_end(key)
         if capturing:
-            _CAPTURED[key] = layout
-        elif copied is not None and not copied.query():  # on a stream that need not be this call's
-            torch.cuda.current_stream(device).wait_event(copied)
-        elif copied is not None:
-            _CACHE[key] = layout, None
-        return layout
-    if capturing:
-        raise RuntimeError(
-            f"the plan's tables are not on {device} yet: call gdncp.warmup, or run once, before a capture"
-        )
-    layout = _build(plan, rank, device)
-    _CACHE[key] = layout, torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-    if len(_CACHE) > _CACHE_SIZE:
-        _CACHE.popitem(last=False)
-    return layout
+            cached.captured = True
+        elif on_gpu:
+            cached.use()
+    return cached.layout
+
+
+def _make_room() -> None:
+    """Drop the least recently used layouts, but for those that a graph reads."""
+    for key in [key for key, cached in _CACHE.items() if not cached.captured][:-_CACHE_SIZE]:
+        _CACHE.pop(key).drop()
 
 
 def _build(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:

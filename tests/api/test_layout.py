@@ -1,5 +1,8 @@
 """A plan's tables on a device: made once, kept while something may read them."""
 
+import random
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -18,7 +21,6 @@ def plan(length, **arguments):
 @pytest.fixture(autouse=True)
 def no_layouts(monkeypatch):
     monkeypatch.setattr(layout, "_CACHE", type(layout._CACHE)())
-    monkeypatch.setattr(layout, "_CAPTURED", {})
 
 
 def test_items_that_open_a_sequence_come_first_and_then_the_longest():
@@ -38,6 +40,44 @@ def test_a_layout_is_made_once_per_plan_rank_and_device(monkeypatch):
     assert [share.num_items for share in shares] == [2, 3]
     assert layout.layout_of_plan(plan(300), 0, CPU) is not first  # the least recently used one had to go
     assert layout.layout_of_plan(two, 1, CPU) is shares[1]
+
+
+def test_threads_share_layouts_that_come_and_go(monkeypatch):
+    monkeypatch.setattr(layout, "_CACHE_SIZE", 2)
+    plans = [plan(64 * n) for n in range(1, 7)]
+
+    def use(seed):
+        order = random.Random(seed)
+        return [(p.num_cp_chunks, layout.layout_of_plan(p, 0, CPU).num_items) for p in order.choices(plans, k=300)]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(wanted == got for pairs in pool.map(use, range(4)) for wanted, got in pairs)
+    assert len(layout._CACHE) == 2
+
+
+def test_all_of_a_layouts_memory_is_known():
+    """... also tables that are made on first use."""
+    made = layout.layout_of_plan(plan(300, lanes_per_rank=2, world_size=2, finish="entry_late"), 1, CPU)
+    derived = [*made.tables_from_zeros, *(table.before_exchange for table in made.tables)]
+    known = {x.data_ptr() for x in layout._tensors(made)}
+    for part in (*made.tables, *derived, made.tables[0].early, made.runs):
+        assert {x.data_ptr() for x in vars(part).values() if isinstance(x, torch.Tensor)} <= known
+    assert {x.data_ptr() for x in (made.first_rows, made.first_sequences, made.final_sequences)} <= known
+
+
+@pytest.mark.gpu
+def test_a_layout_that_goes_is_read_to_the_end_on_every_stream(monkeypatch):
+    monkeypatch.setattr(layout, "_CACHE_SIZE", 1)
+    tokens, prepared = {n: x.cuda() for n, x in random_tokens(300, dim=32).items()}, plan(300)
+    expected = gdncp.prefill(prepared, **tokens, backend="triton").output  # compiles
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)
+        output = gdncp.prefill(prepared, **tokens, backend="triton").output
+    layout.layout_of_plan(plan(64), 0, tokens["q"].device)
+    taken = [torch.full((n,), 1 << 40, device="cuda") for n in range(1, 200) for _ in range(4)]
+    torch.cuda.synchronize()
+    assert torch.equal(output, expected) and taken
 
 
 @pytest.mark.gpu
