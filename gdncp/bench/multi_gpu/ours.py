@@ -24,6 +24,7 @@ class Planned:
     """A plan over some of the ranks (all, or this one alone), and its calls."""
 
     group: dist.ProcessGroup | None = None  # of the calls; None: the default one
+    _beside: torch.cuda.Stream | None = None
 
     def __init__(
         self, ranks: Ranks, case: Case, sets: Sequence[Tokens], preset: Preset, world_size: int, **choice: Any
@@ -78,7 +79,13 @@ class Planned:
         summary = gdncp.summarise(self.plan, *parts, **self._arguments())
         heads, v_dim, k_dim = summary.call.state_shape
         maps = summary.maps or AffineMaps.empty(0, heads, k_dim, v_dim, parts[0].device)
-        return gdncp.finish(gdncp.EntryStates(summary, FixupStats("local"), maps))
+        beside = None
+        if self.plan.finish == "entry_late" and parts[0].is_cuda:  # what would wait for the exchange has its stream
+            if self._beside is None:
+                self._beside = torch.cuda.Stream(parts[0].device, priority=-1)
+            beside = self._beside
+            beside.wait_stream(torch.cuda.current_stream(parts[0].device))
+        return gdncp.finish(gdncp.EntryStates(summary, FixupStats("local"), maps, beside))
 
 
 def share(tokens: Tokens, ranges: Sequence[tuple[int, int]]) -> Parts:
