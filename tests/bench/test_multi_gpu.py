@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from gdncp.bench import report
+from gdncp.bench.cases import Case
 from gdncp.bench.multi_gpu import checks, merge, page, peers, times, trace
 from gdncp.bench.multi_gpu.book import Book
+from gdncp.bench.multi_gpu.ours import Planned
 from gdncp.bench.multi_gpu.presets import PRESETS
 from gdncp.bench.multi_gpu.ranks import Ranks
 from gdncp.bench.multi_gpu.small_cases import SMALL_CASES
@@ -152,6 +154,41 @@ def test_what_a_trace_says_of_an_exchange():
     later = [(name, (a + 1000, b + 1000)) for name, (a, b) in call]
     found = trace.exchange_of([(nccl, (-5.0, -1.0)), *call, *later], 2)
     assert found == {"nccl_us": 50, "overlapped_us": 25, "exposed_us": 25, "call_us": 180}
+
+
+class _Peer:
+    """Ours under another name, cut in equal parts as peers are; its results off by a factor."""
+
+    one_gpu, library = False, None
+
+    def __init__(self, name: str, factor: float):
+        self.name, self._factor = name, factor
+
+    def bind(self, ranks, case, sets):
+        (start, stop), tokens = peers.equal_part(ranks, case), case.shape.num_tokens
+        ownership = [[(r * tokens // 2, (r + 1) * tokens // 2)] for r in range(2)]
+        ours = Planned(ranks, case, sets, PRESETS["tiny"], 2, ownership=ownership)
+        assert ours.output.shape[0] == stop - start
+        return [lambda call=call: call().output * self._factor for call in ours.calls]
+
+
+def _with_peers(rank: int, folder: Path) -> None:
+    book = Book("peers", folder, Ranks(rank, 2, torch.device("cpu"), "gloo", float("inf")))
+    preset = PRESETS["tiny"]
+    case = Case(preset.shapes[0], "forget", preset.dtype, book.ranks.device)
+    with torch.no_grad():
+        peers._measure(book, preset, _Peer("right", 1.0), case)
+        with book.failures_of("wrong"):
+            peers._measure(book, preset, _Peer("wrong", 1.001), case)
+    book.end()
+
+
+def test_a_peer_is_timed_where_it_is_right(tmp_path):
+    run_ranks(_with_peers, 2, tmp_path)
+    found = json.loads((tmp_path / "peers.json").read_text())
+    (row,) = found["peers"]
+    assert row["peer"] == "right" and row["eager_ms"] > 0 and row["from_ours"] < 1e-5
+    assert found["failures"] == ["wrong: ValueError: 0.001 from ours: not timed"]
 
 
 # ---- the page

@@ -96,9 +96,14 @@ def all_peers() -> list[Peer]:
 
 
 def batches(ranks: Ranks, case: Case, sets: Sequence[Tokens]) -> list[list[torch.Tensor]]:
-    """[1, T / W, ...] of each input set: equal parts."""
+    """[1, T / W, ...] of each input set."""
+    return [[x.unsqueeze(0) for x in share(t, [equal_part(ranks, case)])] for t in sets]
+
+
+def equal_part(ranks: Ranks, case: Case) -> tuple[int, int]:
+    """The tokens of this rank, as peers cut them."""
     n = case.shape.num_tokens // ranks.size
-    return [[x.unsqueeze(0) for x in share(t, [(ranks.rank * n, (ranks.rank + 1) * n)])] for t in sets]
+    return ranks.rank * n, (ranks.rank + 1) * n
 
 
 def run(book: Book, preset: Preset) -> None:
@@ -145,13 +150,14 @@ def _present(book: Book, library: str | None = None) -> list[Peer]:
 def _measure(book: Book, preset: Preset, peer: Peer, case: Case) -> None:
     ranks, clock = book.ranks, RankClock(book.ranks.group, book.ranks.device)
     sets = [case.tokens(seed=1 + i) for i in range(NUM_SETS)]
-    ours = Planned(ranks, case, sets[:1], preset, 1 if peer.one_gpu else ranks.size)
+    ours = Planned(ranks, case, sets[:1], preset, 1)  # of all tokens, whatever ranges our own plan would give a rank
     ours.calls[0]()
     calls = peer.bind(ranks, case, sets)
     output = calls[0]()
-    difference = (output.float() - ours.output.float()).norm() / ours.output.float().norm()
+    expected = ours.output if peer.one_gpu else ours.output[slice(*equal_part(ranks, case))]
+    difference = (output.float() - expected.float()).norm() / expected.float().norm()
     error = max(ranks.together(float(difference.nan_to_num(torch.inf))))
-    del ours, output
+    del ours, output, expected
     row: dict[str, Any] = {"peer": peer.name, "one_gpu": peer.one_gpu, "tokens": case.shape.num_tokens}
     row |= {"heads": case.shape.heads, "gates": case.gates, "from_ours": error}
     if not error <= 2 * TOLERANCE[case.dtype]:
