@@ -155,9 +155,11 @@ def _unequal(longest: int, grids: Sequence[layout.Grid]) -> list[layout.Grid]:
     return list(dict.fromkeys(refined))
 
 
-def finer(cp_chunk_len: int) -> list[int]:
-    """Halves and quarters of a CP chunk."""
-    return [length for k in (2, 4) if (length := _round_up(cp_chunk_len / k)) >= _LEAST]
+def finer(plan: PrefillPlan) -> list[int]:
+    """CP chunk lengths below the plan's of which a rank has one, two and four waves."""
+    wave = max(plan.profile.workers // plan.num_state_heads, 1)
+    lengths = [_round_up(plan.num_tokens_total / plan.world_size / (wave * k)) for k in (1, 2, 4)]
+    return [length for length in lengths if _LEAST <= length < plan.cp_chunk_len]
 
 
 def unsplit(longest: int) -> int:

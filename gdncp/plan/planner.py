@@ -146,7 +146,7 @@ def plan_prefill(
             return plan
         plan = choose.choose_plan(plan, late, gates)
         if cp_chunk_len is None and not require_reproducible and isinstance(ownership, str):
-            for length in choose.finer(late.cp_chunk_len):  # less waits for the exchange
+            for length in choose.finer(late):  # less waits for the exchange
                 late = on_grid(layout.Grid(length, length), None, plan.opens)
                 plan = choose.choose_plan(plan, replace(late, finish="entry_late"), gates)
         return plan

@@ -49,6 +49,8 @@ class StageModel:
         self.num_k_heads = num_k_heads
         self.head_dim = head_dim
         self.scale = (head_dim / 128) ** 2
+        self._seconds: dict[frozenset[tuple[Kind, float]], StageSeconds] = {}
+        self._beside: dict[tuple[object, ...], float] = {}
         bits = profile.forget_bits
         if forget_below is not None:
             bits = -math.log2(forget_below) if forget_below else math.inf
@@ -56,16 +58,26 @@ class StageModel:
 
     def seconds(self, kinds: Mapping[Kind, float]) -> StageSeconds:
         """Of a rank that has so many CP chunks of each kind; counts need not be whole."""
-        t, maps, prefills = self._launches(kinds)
-        # stage 4 is launched even where stage 2 has left it nothing to do
-        return StageSeconds(t, self._schedule(maps) if maps else 0.0, self._schedule(prefills) if t else 0.0)
+        key = frozenset(kinds.items())
+        if key not in self._seconds:  # many ranks are alike
+            t, maps, prefills = self._launches(kinds)
+            # stage 4 is launched even where stage 2 has left it nothing to do
+            self._seconds[key] = StageSeconds(
+                t, self._schedule(maps) if maps else 0.0, self._schedule(prefills) if t else 0.0
+            )
+        return self._seconds[key]
 
     def prefill_beside(self, early: Mapping[Kind, float], late: Mapping[Kind, float], exchange: float) -> float:
         """Stage 4 of so many pairs of CP chunk and head, the late ones behind an exchange that starts when it does.
 
         Where the early ones fill all workers, the exchange is held up until the first of them are done.
         """
-        first, second = self._prefills(early), self._prefills(late)
+        key = (frozenset(early.items()), frozenset(late.items()), exchange)
+        if key not in self._beside:
+            self._beside[key] = self._prefill_beside(self._prefills(early), self._prefills(late), exchange)
+        return self._beside[key]
+
+    def _prefill_beside(self, first: Sequence[Units], second: Sequence[Units], exchange: float) -> float:
         workers = Workers(self.profile.workers)
         if sum(number for number, _ in first) >= self.profile.workers:
             exchange += max(seconds for _, seconds in first)
