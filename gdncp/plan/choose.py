@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from gdncp.plan import cost, layout
+from gdncp.plan.balance import FEW, Balance
 from gdncp.plan.checks import CHUNK
 from gdncp.plan.profiles import CostProfile
 from gdncp.plan.stage_model import Kind, StageModel
@@ -18,10 +19,13 @@ if TYPE_CHECKING:
 _LEAST = 4 * CHUNK  # a shorter CP chunk is not chosen: what the model leaves out (tails, small launches) eats its gain
 _GAIN = 0.03  # nor a split that gains less: what the model gets wrong
 _CLEARLY = 0.9  # the model cannot tell fixups apart that differ by less
+_MANY = 16  # cells from which a first one may leave the last one short
 _GROUPS = 32  # sequences are costed in at most this many groups of like length
 _REFINED = 12  # grids for whose counts of CP chunks first ones of other lengths are tried,
 _REFINABLE = 1.15  # and which are not further behind the best
 _FIRST_RATIOS = tuple(k / 20 for k in range(8, 33))  # of a first CP chunk to the others
+# of several ranks fewer, as each takes longer to cost
+_REFINED_OF_RANKS, _FIRST_RATIOS_OF_RANKS = 4, tuple(k / 20 for k in range(4, 33, 3))
 _WORLDS = (1, 2, 4, 8)  # for which a grid is chosen that may not depend on the world size: those of one node
 
 
@@ -45,6 +49,16 @@ def choose_plan(usual: PrefillPlan, other: PrefillPlan, gates: Sequence[Sequence
     return other if other_behind < (1 - _GAIN) * behind else usual
 
 
+def crossing_seconds(profile: CostProfile, fixup: str, require_reproducible: bool) -> Callable[[cost.FixupLoad], float]:
+    """What a fixup that crosses ranks takes, by the strategy asked for."""
+
+    def seconds(load: cost.FixupLoad) -> float:
+        strategy = choose_fixup(load, profile, require_reproducible) if fixup == "auto" else fixup
+        return cost.fixup_seconds(profile, load)[strategy]
+
+    return seconds
+
+
 def choose_grid(
     seq_lens: Sequence[int],
     world_size: int,
@@ -62,8 +76,9 @@ def choose_grid(
     require_reproducible: where ownership is cut on the grid, the same for every world size: that of least time times
         ranks, over the worlds of one node.
 
-    On one rank first CP chunks may be longer or shorter than the others: stage 2's launch ends when the longest of
-    them, of stage 4, and of the N and M of the others do.
+    First CP chunks may be longer or shorter than the others: stage 2's launch ends when the longest of them, of
+    stage 4, and of the N and M of the others do. On several ranks that is so for contiguous ownership of few
+    sequences, where all ranks would wait for the first one's.
     """
     if not any(seq_lens):
         return layout.Grid(CHUNK, CHUNK)
@@ -72,8 +87,9 @@ def choose_grid(
     costs = [_Costs(searches, model) for model in models]
     lengths = set().union(*(search.candidates(1 if require_reproducible else lanes_per_rank) for search in searches))
     grids = [layout.Grid(length, length) for length in sorted(lengths, reverse=True)]
-    if worlds == (1,) and not require_reproducible:
-        grids += _unequal(max(seq_lens), _promising(grids, costs))
+    if not require_reproducible and (worlds == (1,) or searches[0].few):
+        few, ratios = (_REFINED, _FIRST_RATIOS) if worlds == (1,) else (_REFINED_OF_RANKS, _FIRST_RATIOS_OF_RANKS)
+        grids += _unequal(max(seq_lens), _promising(grids, costs)[:few], ratios)
     if len(costs) == 1:
         return _least(grids, costs[0].bound, costs[0].seconds, _GAIN)
     best = [cost.seconds(_least(grids, cost.bound, cost.seconds)) for cost in costs]
@@ -116,22 +132,22 @@ class _Costs:
         self._seconds: dict[layout.Grid, float] = {}
 
     def bound(self, grid: layout.Grid) -> float:
-        """Below `seconds`, and cheaper."""
+        """Below `seconds`, or near it, and cheaper."""
         if grid not in self._bounds:
-            self._bounds[grid] = self._sum(grid, self._model.least_seconds)
+            self._bounds[grid] = sum(
+                s.world_size * (self._model.least_seconds(s.shape(grid).kinds) + s.shape(grid).fixup)
+                for s in self._searches
+            )
         return self._bounds[grid]
 
     def seconds(self, grid: layout.Grid) -> float:
         if grid not in self._seconds:
-            self._seconds[grid] = self._sum(grid, lambda kinds: sum(self._model.seconds(kinds)))
+            self._seconds[grid] = sum(s.world_size * s.seconds(grid, self._model) for s in self._searches)
         return self._seconds[grid]
-
-    def _sum(self, grid: layout.Grid, stages: Callable[[dict[Kind, float]], float]) -> float:
-        return sum(s.world_size * (stages(s.shape(grid).kinds) + s.shape(grid).fixup) for s in self._searches)
 
 
 def _promising(grids: Sequence[layout.Grid], costs: Sequence[_Costs]) -> list[layout.Grid]:
-    """The best of these, best first: those whose first cells are worth refining."""
+    """Those of these whose first cells are worth refining, best first."""
 
     def bound(grid: layout.Grid) -> float:
         return sum(cost.bound(grid) for cost in costs)
@@ -140,18 +156,19 @@ def _promising(grids: Sequence[layout.Grid], costs: Sequence[_Costs]) -> list[la
         return sum(cost.seconds(grid) for cost in costs)
 
     limit = _REFINABLE * seconds(_least(grids, bound, seconds))
-    return sorted((grid for grid in grids if bound(grid) <= limit), key=seconds)[:_REFINED]
+    return sorted((grid for grid in grids if bound(grid) <= limit), key=seconds)
 
 
-def _unequal(longest: int, grids: Sequence[layout.Grid]) -> list[layout.Grid]:
-    """Grids of as many cells as these, of which the last is full and the first is not equal to the others."""
+def _unequal(longest: int, grids: Sequence[layout.Grid], ratios: Sequence[float]) -> list[layout.Grid]:
+    """Grids of as many cells as these, of which the first is not equal to the others, and the last full or nearly."""
     refined = []
     for count in dict.fromkeys(grid.count(longest) for grid in grids):
-        for ratio in _FIRST_RATIOS if count > 1 else ():
+        for ratio in ratios if count > 1 else ():
             length = _round_up(longest / (count - 1 + ratio))
-            first = _round_up(longest) - (count - 1) * length
-            if min(first, length) >= _LEAST and first != length:
-                refined.append(layout.Grid(first, length))
+            full = _round_up(longest) - (count - 1) * length  # of many cells each is rounded, and this bears it all
+            for first in {full, _round_up(ratio * length)} if count > _MANY else {full}:
+                if min(first, length) >= _LEAST and first != length:
+                    refined.append(layout.Grid(first, length))
     return list(dict.fromkeys(refined))
 
 
@@ -198,6 +215,7 @@ class _Search:
         self.longest = max(seq_lens)
         self.share = self.seq_starts[-1] / world_size  # tokens of a rank
         self.groups = _groups(seq_lens)
+        self.few = world_size > 1 and ownership == "contiguous" and len(seq_lens) <= FEW
         self._shapes: dict[layout.Grid, _Shape] = {}
 
     def candidates(self, lanes: int) -> set[int]:
@@ -216,6 +234,14 @@ class _Search:
         # a few CP chunks a rank, or what fills its workers: tables stay small
         most = len(self.seq_starts) + self.world_size * max(32, 4 * filling) * lanes
         return {whole, *(n for n in lengths if _LEAST <= n < whole and self.seq_starts[-1] // n <= most)}
+
+    def seconds(self, grid: layout.Grid, model: StageModel) -> float:
+        if not self.few:
+            shape = self.shape(grid)
+            return sum(model.seconds(shape.kinds)) + shape.fixup
+        crossing = crossing_seconds(model.profile, self.fixup, self.require_reproducible)
+        balance = Balance(self.seq_starts, self.world_size, grid, model, crossing)
+        return balance.seconds(balance.cuts(refined=False))
 
     def shape(self, grid: layout.Grid) -> _Shape:
         if grid not in self._shapes:

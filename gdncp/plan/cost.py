@@ -164,32 +164,35 @@ def _tree_bytes(plan: PrefillPlan, state_bytes: int) -> tuple[int, ...]:
 
 
 def total_seconds(plan: PrefillPlan, head_half_lives: Sequence[float] | None) -> float:
-    """With such gates: stages 1 and 2 of the slowest rank, the fixup, then stage 4 of the slowest rank."""
+    """Until the slowest rank is done, with such gates."""
     half_lives = None if head_half_lives is None else tuple(head_half_lives)
-    t, mn, fixup, prefill = predict(replace(plan, head_half_lives=half_lives)).values()
-    return max(map(sum, zip(t, mn, strict=True))) + max(fixup) + max(prefill)
+    return max(map(sum, zip(*predict(replace(plan, head_half_lives=half_lives)).values(), strict=True)))
 
 
 def predict(plan: PrefillPlan) -> dict[str, tuple[float, ...]]:
-    """Stage -> seconds per rank.  A rank's fixup ends with the slowest one's, except where it takes no part.
+    """Stage -> seconds per rank.  A fixup that crosses ranks begins and ends with the slowest rank that takes part.
 
     An exchange that runs beside stage 4 is part of "cp_prefill".
     """
     profile, heads, model = plan.profile, plan.num_state_heads, plan.stage_model
     crossing = plan.fixup_seconds[plan.fixup] if plan.crosses_ranks else 0.0
-    columns = []
+    beside = plan.finish == "entry_late"  # then all segments are also folded without the exchange, beside it
+    ranks = []
     for rank in range(plan.world_size):
         share = plan.rank_plan(rank)
         kinds = Counter(
             Kind(-(-item.num_tokens // CHUNK), item.is_first, item.is_last) for item in share.items if item.num_tokens
         )
-        t, mn, prefill = model.seconds(kinds)
         takes_part = any(s.previous is not None or s.next is not None for s in share.segments)
-        beside = plan.finish == "entry_late"  # then all segments are also folded without the exchange
         local = [s.num_items - 1 for s in share.segments if beside or (s.previous is None and s.next is None)]
         fold = fold_seconds(profile, max(local, default=0), sum(local), heads, plan.head_dim)
-        exchange = takes_part * crossing
-        if beside and share.num_tokens:  # beside that fold too
-            prefill, exchange = prefill_beside(model, share, plan.cp_chunk_len, max(exchange - fold, 0.0)), 0.0
+        ranks.append((model.seconds(kinds), fold, takes_part))
+    slowest = max((t + mn + fold * (not beside) for (t, mn, _), fold, takes_part in ranks if takes_part), default=0.0)
+    columns = []
+    for rank, ((t, mn, prefill), fold, takes_part) in enumerate(ranks):
+        exchange = max(slowest + crossing - (t + mn + fold), 0.0) if takes_part else 0.0
+        share = plan.rank_plan(rank)
+        if beside and share.num_tokens:
+            prefill, exchange = prefill_beside(model, share, plan.cp_chunk_len, exchange), 0.0
         columns.append((t, mn, fold + exchange, prefill))
     return dict(zip(STAGES, zip(*columns, strict=True), strict=True))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gdncp.plan import checks, choose, cost, layout
+from gdncp.plan.balance import Balance
 from gdncp.plan.model import TokenRun
 from gdncp.plan.prefill_plan import PrefillPlan
 from gdncp.plan.profiles import CostProfile, find_profile
@@ -38,7 +39,8 @@ def plan_prefill(
 
     Args:
         seq_lens: tokens of each sequence; zeros are allowed.
-        ownership: which tokens each rank holds. "contiguous" cuts the packed tokens in near-equal runs on the grid;
+        ownership: which tokens each rank holds. "contiguous" cuts the packed tokens in runs on the grid that take near
+            equal times, between sequences where that is as good, and cuts none in vain where the grid is the planner's;
             "zigzag" gives rank r parts r and 2W−1−r of every sequence; or per rank a list of global half-open ranges,
             together a partition of all tokens (an empty list is a rank without tokens). Cuts off the grid are kept and
             clear `plan.reproducible`.
@@ -46,7 +48,7 @@ def plan_prefill(
         cp_chunk_len: tokens of a CP chunk, a multiple of 64; None: chosen by predicted time.
         first_cp_chunk_len: for those who tune: tokens of each sequence's first CP chunk, which costs less than the
             others, where they are not to be `cp_chunk_len`, which must be given too. Where None is given for both, the
-            planner chooses it as well on one rank; on several ranks all CP chunks are equal.
+            planner chooses it as well, on several ranks for contiguous ownership of few sequences.
         checkpoint_every_n_tokens: a state checkpoint after every n-th token of a sequence; a multiple of 64, 0: none.
         checkpoint_positions: instead, per sequence the strictly ascending numbers of tokens after which to take one.
         opens: for those who tune: whether stage 2's launch also runs stage 4 of sequences' first CP chunks, on backends
@@ -98,8 +100,23 @@ def plan_prefill(
     if head_half_lives is None and forget_below != 0:
         gates.append(choose.typical_half_lives(max(heads)))
 
+    def model(opens: bool, half_lives: Sequence[float] | None) -> StageModel:
+        costs = replace(profile, opens=profile.opens and opens)
+        return StageModel(costs, max(heads), heads[1], head_dim, half_lives, forget_below)
+
+    def own(grid: layout.Grid, requested: int | None, opens: bool) -> tuple[TokenRun, ...]:
+        if ownership == "contiguous":
+            # whether an exchange pays is asked where the grid is ours to choose; else ranks share what was asked for
+            crossing = None if requested else choose.crossing_seconds(profile, fixup, require_reproducible)
+            cuts = Balance(seq_starts, world_size, grid, model(opens, head_half_lives), crossing).cuts()
+            return layout.merge_runs(zip(cuts, cuts[1:], range(world_size), strict=False))
+        if ownership == "zigzag":
+            return layout.zigzag_runs(seq_starts, world_size, grid)
+        assert not isinstance(ownership, str)
+        return layout.explicit_runs(ownership)
+
     def on_grid(grid: layout.Grid, requested: int | None, opens: bool) -> PrefillPlan:
-        runs = _own(seq_starts, world_size, ownership, grid)
+        runs = own(grid, requested, opens)
         segments = layout.build_segments(seq_starts, runs, world_size, grid)
         if all(segment.next is None for segment in segments):
             resolved = "local"
@@ -160,12 +177,11 @@ def plan_prefill(
         raise ValueError(f"first_cp_chunk_len must be None where cp_chunk_len is, got {first_cp_chunk_len!r}")
 
     def chosen(opens: bool) -> PrefillPlan:
-        costs = replace(profile, opens=profile.opens and opens)
         grid = choose.choose_grid(
             lengths,
             world_size,
             ownership,
-            [StageModel(costs, max(heads), heads[1], head_dim, half_lives, forget_below) for half_lives in gates],
+            [model(opens, half_lives) for half_lives in gates],
             lanes_per_rank=lanes,
             fixup=fixup,
             require_reproducible=require_reproducible,
@@ -184,14 +200,3 @@ def _may_not_open(lengths: Sequence[int], world_size: int, head_half_lives: Sequ
     """Whether it can be better not to open sequences: where the host knows that gates forget, or where the rank that
     holds a sequence's start keeps the others waiting.  Of many sequences, every rank opens some."""
     return any(lengths) and (head_half_lives is not None or 1 < world_size > len(lengths) / 2)
-
-
-def _own(
-    seq_starts: tuple[int, ...], world_size: int, ownership: str | layout.TokenRanges, grid: layout.Grid
-) -> tuple[TokenRun, ...]:
-    if ownership == "contiguous":
-        return layout.contiguous_runs(seq_starts, world_size, grid)
-    if ownership == "zigzag":
-        return layout.zigzag_runs(seq_starts, world_size, grid)
-    assert not isinstance(ownership, str)
-    return layout.explicit_runs(ownership)

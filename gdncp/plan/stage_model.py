@@ -100,6 +100,13 @@ class StageModel:
         """Heads that forget within so many tokens."""
         return sum(heads for memory, heads in self.memories if memory < tokens)
 
+    def work(self, kind: Kind) -> tuple[float, float]:
+        """Seconds of one worker for one CP chunk in stages 1 and 2, and in stage 4."""
+        t, maps, prefills = self._launches({kind: 1})
+        tiles = (t - self.profile.launch_s) * self.profile.workers
+        before, after = (sum(number * seconds for number, seconds in units) for units in (maps, prefills))
+        return tiles + before, after
+
     def least_seconds(self, kinds: Mapping[Kind, float]) -> float:
         """A lower bound on the sum of `seconds`, without a schedule."""
         t, *launches = self._launches(kinds)

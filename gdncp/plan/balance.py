@@ -1,0 +1,291 @@
+"""Where contiguous ownership cuts the packed tokens: predicted time evened out over ranks, few sequences cut.
+
+Tokens differ in what they cost: a sequence's first CP chunk opens, its last one takes no part in stage 2, heads that
+forget leave most of stage 2 out.  And ranks wait for each other where states cross: what counts is the slowest rank
+before the exchange, the exchange, and the slowest rank after it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, combinations_with_replacement, pairwise
+
+from gdncp.plan import cost
+from gdncp.plan.checks import CHUNK
+from gdncp.plan.layout import Grid
+from gdncp.plan.stage_model import Kind, StageModel
+
+FEW = 16  # sequences: so many are costed by the schedule of their units, more by the sums of their work
+_NEAR = 0.015  # of a rank's share: a cut so far from a sequence's end moves there
+_MOVES = 64  # of cuts, at most, in search of something better
+_GAIN = 1e-3  # what a move has to gain
+_MOST_REFINED = 16  # ranks
+_MOST_TRIED = 1000  # ways to cut: where there are no more, all are tried
+
+Cuts = list[int]  # world size + 1 bounds in packed tokens
+
+
+class Balance:
+    """Cuts of packed sequences for one world size, grid and model of the stages."""
+
+    def __init__(
+        self,
+        seq_starts: Sequence[int],
+        world_size: int,
+        grid: Grid,
+        model: StageModel,
+        fixup_seconds: Callable[[cost.FixupLoad], float] | None,  # None: an exchange costs nothing
+    ) -> None:
+        self._starts, self._world_size, self._grid, self._model = seq_starts, world_size, grid, model
+        self._fixup_seconds = fixup_seconds or (lambda load: 0.0)
+        self._exact = len(seq_starts) - 1 <= FEW
+        self._totals: dict[tuple[int, ...], float] = {}
+        self._known: dict[tuple[int, int], tuple[float, float]] = {}
+        self._schedules: dict[frozenset[tuple[Kind, int]], tuple[float, float]] = {}
+        self._works: dict[Kind, tuple[float, float]] = {}
+        self._cumulative = [
+            list(accumulate((self._work(start, stop)[i] for start, stop in pairwise(seq_starts)), initial=0.0))
+            for i in range(2)
+        ]
+
+    def cuts(self, *, refined: bool = True) -> Cuts:
+        """The best found: of least predicted time; of equals, the one that cuts fewer sequences.
+
+        refined: also move cuts of few sequences about, as long as it helps.
+        """
+        if self._world_size == 1:
+            return [0, self._starts[-1]]
+        whole = self._snapped(math.inf)
+        found = [self._snapped(_NEAR), whole, self._equal()]
+        best = min(found, key=self._order)
+        if self._exact and refined and self._world_size <= _MOST_REFINED:
+            better = self._all() or [
+                *(self._improved(cuts, 0.0) for cuts in found),
+                self._improved(whole, math.inf),
+            ]
+            best = min([best, *better], key=self._order)
+        return best
+
+    def seconds(self, cuts: Cuts) -> float:
+        """Until the last rank is done: the slowest before the exchange, the exchange, the slowest after it."""
+        key = tuple(cuts)
+        if key not in self._totals:
+            self._totals[key] = self._seconds(cuts)
+        return self._totals[key]
+
+    def _seconds(self, cuts: Cuts) -> float:
+        load = self._load(cuts)
+        before = after = alone = 0.0
+        for start, stop in pairwise(cuts):
+            own = self._rank_seconds(start, stop)
+            if start < stop and (self._splits(start) or self._splits(stop)):
+                before, after = max(before, own[0]), max(after, own[1])
+            else:
+                alone = max(alone, sum(own))
+        return max(before + self._fixup_seconds(load) + after, alone) if load.num_hops else alone
+
+    def _order(self, cuts: Cuts) -> tuple[float, int, int]:
+        """Less is better: seconds, to three digits; then sequences that are cut; then how unevenly tokens lie."""
+        split = {self._sequence(cut) for cut in cuts if self._splits(cut)}
+        uneven = sum((stop - start) ** 2 for start, stop in pairwise(cuts))
+        return float(f"{self.seconds(cuts):.3g}"), len(split), uneven
+
+    # ---- where cuts may be
+
+    def _splits(self, cut: int) -> bool:
+        return self._starts[bisect_left(self._starts, cut)] != cut
+
+    def _sequence(self, token: int) -> int:
+        """The sequence of a token, or the last one for the end."""
+        return min(bisect_right(self._starts, token), len(self._starts) - 1) - 1
+
+    def _equal(self) -> Cuts:
+        """Near-equal numbers of tokens."""
+        total, world = self._starts[-1], self._world_size
+        return [0, *(self._nearest(rank * total // world) for rank in range(1, world)), total]
+
+    def _nearest(self, token: int) -> int:
+        """The grid point nearest to a token; of two the lower one."""
+        sequence = self._sequence(token)
+        start, stop = self._starts[sequence], self._starts[sequence + 1]
+        cell = self._grid.cell(token - start)
+        low, high = start + self._grid.start(cell), min(start + self._grid.start(cell + 1), stop)
+        return low if token - low <= high - token else high
+
+    def _snapped(self, near: float) -> Cuts:
+        """Near-equal work, cut where sequences end if that is within `near` of a rank's share, else on the grid."""
+        totals = [a + b for a, b in zip(*self._cumulative, strict=True)]
+        share = totals[-1] / self._world_size
+        cuts = [0]
+        for rank in range(1, self._world_size):
+            wanted = rank * share
+            after = min(bisect_left(totals, wanted), len(totals) - 1)
+            ends = min((after - 1, after), key=lambda i: abs(totals[i] - wanted)) if after else 0
+            if abs(totals[ends] - wanted) <= near * share:
+                cut = self._starts[ends]
+            else:
+                cut = self._inside(after - 1, wanted - totals[after - 1])
+            cuts.append(max(cut, cuts[-1]))
+        return [*cuts, self._starts[-1]]
+
+    def _inside(self, sequence: int, work: float) -> int:
+        """The grid point of a sequence that has nearest to so much work before it."""
+        start, stop = self._starts[sequence], self._starts[sequence + 1]
+        low, high = 0, self._grid.count(stop - start)  # the work before cell `low` is at most `work`
+        while high - low > 1:
+            middle = (low + high) // 2
+            if sum(self._work(start, start + self._grid.start(middle))) <= work:
+                low = middle
+            else:
+                high = middle
+        below, above = (min(start + self._grid.start(cell), stop) for cell in (low, high))
+        lower, upper = (sum(self._work(start, cut)) for cut in (below, above))
+        return below if work - lower <= upper - work else above
+
+    def _all(self) -> list[Cuts]:
+        """Every way to cut, or nothing where that is too many."""
+        starts, grid, inner = self._starts, self._grid, self._world_size - 1
+        counts = [grid.count(stop - start) for start, stop in pairwise(starts)]
+        if math.comb(sum(counts) + inner, inner) > _MOST_TRIED:
+            return []
+        points = {
+            start + grid.start(cell) for start, count in zip(starts, counts, strict=False) for cell in range(count)
+        }
+        return [[0, *cuts, starts[-1]] for cuts in combinations_with_replacement(sorted({*points, starts[-1]}), inner)]
+
+    def _beside(self, cut: int, step: int, near: float) -> int | None:
+        """The next place for a cut, up or down; of whole sequences alone where `near` is infinite."""
+        i = bisect_left(self._starts, cut)
+        if near or not self._splits(cut):
+            here = i + step if not self._splits(cut) else i - (step < 0)
+            while 0 < here < len(self._starts) - 1 and self._starts[here] == cut:  # empty sequences
+                here += step
+            if not 0 <= here < len(self._starts):
+                return None
+            if near:
+                return self._starts[here]
+        sequence = self._sequence(cut if step > 0 else cut - 1)
+        start, stop = self._starts[sequence], self._starts[sequence + 1]
+        cell = self._grid.cell(cut - start) + 1 if step > 0 else self._grid.cell(cut - 1 - start)
+        return min(start + self._grid.start(cell), stop)
+
+    # ---- moving them
+
+    def _improved(self, cuts: Cuts, near: float) -> Cuts:
+        best, least = cuts, self.seconds(cuts)
+        for _ in range(_MOVES):
+            found = min(self._moves(best, near), key=self.seconds, default=best)
+            if (seconds := self.seconds(found)) >= least * (1 - _GAIN):
+                break
+            best, least = found, seconds
+        return best
+
+    def _moves(self, cuts: Cuts, near: float) -> Iterator[Cuts]:
+        """One cut moved, or neighbouring cuts together, as one rank hands work to another."""
+        inner = len(cuts) - 1
+        for step in (-1, 1):
+            moved = [self._beside(cut, step, near) for cut in cuts]
+            for first in range(1, inner):
+                for stop in range(first + 1, inner + 1):
+                    middle = [cut for cut in moved[first:stop] if cut is not None]
+                    if len(middle) < stop - first:
+                        break
+                    trial = [*cuts[:first], *middle, *cuts[stop:]]
+                    if all(a <= b for a, b in pairwise(trial[first - 1 : stop + 1])):
+                        yield trial
+
+    # ---- what ranks take
+
+    def _rank_seconds(self, start: int, stop: int) -> tuple[float, float]:
+        """(stages 1 and 2, stage 4) of a rank that holds [start, stop)."""
+        if (start, stop) not in self._known:
+            if self._exact:
+                self._known[start, stop] = self._schedule(start, stop)
+            else:
+                first, last = self._before(start), self._before(stop)
+                workers = self._model.profile.workers
+                self._known[start, stop] = ((last[0] - first[0]) / workers, (last[1] - first[1]) / workers)
+        return self._known[start, stop]
+
+    def _schedule(self, start: int, stop: int) -> tuple[float, float]:
+        """The folds of sequences that cross no rank among stages 1 and 2."""
+        kinds: dict[Kind, int] = {}
+        depth = maps = 0
+        token = start
+        while token < stop:
+            sequence = self._sequence(token)
+            seq_start, seq_stop = self._starts[sequence], self._starts[sequence + 1]
+            end = min(seq_stop, stop)
+            for kind, count in self._kinds(sequence, token, end):
+                kinds[kind] = kinds.get(kind, 0) + count
+            if token == seq_start and end == seq_stop:
+                inside = self._grid.count(seq_stop - seq_start) - 1
+                depth, maps = max(depth, inside), maps + inside
+            token = end
+        key = frozenset(kinds.items())
+        if key not in self._schedules:
+            t, mn, prefill = self._model.seconds(kinds)
+            self._schedules[key] = (t + mn, prefill)
+        before, after = self._schedules[key]
+        model = self._model
+        return before + cost.fold_seconds(model.profile, depth, maps, model.num_heads, model.head_dim), after
+
+    def _before(self, token: int) -> tuple[float, float]:
+        """Work of all tokens before this one."""
+        sequence = self._sequence(token)
+        own = self._work(self._starts[sequence], token)
+        return self._cumulative[0][sequence] + own[0], self._cumulative[1][sequence] + own[1]
+
+    def _work(self, start: int, stop: int) -> tuple[float, float]:
+        """Worker-seconds of stages 1 and 2, and of stage 4, of a run of one sequence on the grid."""
+        before = after = 0.0
+        if start < stop:
+            for kind, count in self._kinds(self._sequence(start), start, stop):
+                if kind not in self._works:
+                    self._works[kind] = self._model.work(kind)
+                own = self._works[kind]
+                before, after = before + count * own[0], after + count * own[1]
+        return before, after
+
+    def _kinds(self, sequence: int, start: int, stop: int) -> list[tuple[Kind, int]]:
+        """The CP chunks of [start, stop), a run of one sequence that begins and ends on the grid."""
+        seq_start, seq_stop = self._starts[sequence], self._starts[sequence + 1]
+        grid = self._grid
+        first, last = grid.cell(start - seq_start), grid.cell(stop - 1 - seq_start)
+        kinds = []
+        if first == 0:
+            size = min(grid.first, stop - seq_start)
+            kinds.append((Kind(_chunks(size), True, last == 0 and stop == seq_stop), 1))
+        middle = last - max(first, 1) + 1
+        if middle and stop == seq_stop:
+            kinds.append((Kind(_chunks(stop - seq_start - grid.start(last)), False, True), 1))
+            middle -= 1
+        if middle:
+            kinds.append((Kind(_chunks(grid.length), False, False), middle))
+        return kinds
+
+    def _load(self, cuts: Cuts) -> cost.FixupLoad:
+        """What crosses: a rank's run can go on elsewhere with its last sequence alone."""
+        hops = most_hops = depth = num_maps = most_maps = 0
+        before = -1
+        for start, stop in pairwise(cuts):
+            if start == stop or not self._splits(stop):
+                continue
+            sequence = self._sequence(stop)
+            seq_start = self._starts[sequence]
+            cells = self._grid.cell(stop - 1 - seq_start) - self._grid.cell(max(start - seq_start, 0)) + 1
+            hops = hops + 1 if sequence == before else 1
+            if sequence != before:
+                depth = max(depth, self._grid.count(self._starts[sequence + 1] - seq_start) - 1)
+            before = sequence
+            num_maps, most_maps, most_hops = num_maps + cells, max(most_maps, cells), max(most_hops, hops)
+        model = self._model
+        return cost.FixupLoad(
+            self._world_size, most_hops, num_maps, depth, most_maps, 1, model.num_heads, model.head_dim
+        )
+
+
+def _chunks(tokens: int) -> int:
+    return -(-tokens // CHUNK)
