@@ -28,7 +28,7 @@ def test_a_cpu_is_measured_and_the_profile_is_read_by_name_s_readers(
     document = json.loads(file.read_text())
     assert document["name"] == "mine" and "message_s" in document["source"]["not measured"]
     profile = find_profile(str(file))
-    assert profile.workers == 1 and profile.tile_prefill_s > 0
+    assert profile.workers == 1 and profile.launch_s + profile.tile_prefill_s > 0
     assert profile.message_s == PROFILES["cpu"].message_s
 
     assert plan_prefill([1000], profile=str(file), **LAYER).profile == profile
