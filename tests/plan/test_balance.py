@@ -16,7 +16,7 @@ from gdncp.plan.balance import FEW
 from gdncp.plan.choose import typical_half_lives
 from gdncp.simulate.gates import half_lives
 
-LAYER = {"num_q_heads": 16, "num_k_heads": 16, "num_v_heads": 32, "profile": "h200"}
+LAYER = {"num_q_heads": 16, "num_k_heads": 16, "num_v_heads": 32, "profile": "h200", "finish": "entry_first"}
 GATES = {"one": None, "forget": typical_half_lives(32), "fast": [4.0] * 32}
 
 
@@ -101,7 +101,7 @@ def test_no_worse_than_equal_tokens(seq_lens: list[int], world_size: int, cp_chu
     points, total = grid_points(seq_lens, cp_chunk_len), sum(seq_lens)
     cuts = [min(points, key=lambda p, r=rank: abs(p - r * total // world_size)) for rank in range(world_size + 1)]
     # of many sequences work is summed, not scheduled: what a rank's last wave leaves idle is not seen
-    allowed = 1.002 if len(seq_lens) <= FEW else 1.25
+    allowed = 1.01 if len(seq_lens) <= FEW else 1.25
     assert computing(plan) <= allowed * computing(by_cuts(cuts, seq_lens, **arguments))
 
 
