@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Hashable, Mapping, Sequence
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -14,6 +18,8 @@ from gdncp.collectives.wire import backend_of, is_capturing, naming, world_group
 from gdncp.plan import PrefillPlan
 
 T = TypeVar("T")
+
+_LAUNCH_TABLE = "GDNCP_LAUNCH_TABLE"  # block sizes decide about bits
 
 # Both die with the group they are keyed on, so a group made later, with the same ranks, starts afresh.
 _side_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -57,7 +63,8 @@ def agree_or_raise(
             which ranks differ, and every rank's value.
         RuntimeError: a peer failed or did not arrive within the group's timeout.
     """
-    answers = agree(group, (None if error is None else str(error), digest, dict(facts)))
+    facts = {**facts, f"the launch table that {_LAUNCH_TABLE} names (by its digest)": _launch_table()}
+    answers = agree(group, (None if error is None else str(error), digest, facts))
     for rank, (text, _, _) in enumerate(answers):
         if text is not None:
             raise ValueError(text if len(answers) == 1 else f"rank {rank}: {text}")
@@ -68,7 +75,9 @@ def agree_or_raise(
 
 
 def compare_digest_once(plan: PrefillPlan, group: dist.ProcessGroup | None = None) -> None:
-    """Raise ValueError on every rank unless all have this plan; asks once per plan and group.  All ranks call it.
+    """Raise ValueError on every rank unless all have this plan, and launch kernels by one table.  All ranks call it.
+
+    Asks once per plan and group.
 
     Ranks that later mix up plans that they agreed on before are not found here; `agree_or_raise` in every call does.
     Does nothing for a plan of one rank without a group, and nothing while a CUDA graph is captured: call it (or run
@@ -84,6 +93,17 @@ def compare_digest_once(plan: PrefillPlan, group: dist.ProcessGroup | None = Non
         error = None if fits else f"group has {size} ranks; the plan was made for world_size={plan.world_size}"
         agree_or_raise(group, error, plan.digest, {})
         agreed.add(plan.digest)
+
+
+@cache
+def _launch_table() -> str:
+    """Digest of the file that this process launches kernels by, read once as `gdncp_kernels.launch_table` does."""
+    if not (path := os.environ.get(_LAUNCH_TABLE)):
+        return "not set"
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+    except OSError as error:  # which stops the rank where it needs the table
+        return type(error).__name__
 
 
 def _require_same(name: str, values: Sequence[Hashable], no_say: Hashable = "") -> None:

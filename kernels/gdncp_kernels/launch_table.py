@@ -2,7 +2,8 @@
 
 `launch_tables/sm_NN.json` holds the table of compute capability N.N; `python -m gdncp.tune` writes one on a GPU.  A GPU
 whose architecture has no table takes the nearest lower one, and `describe` says so.  GDNCP_LAUNCH_TABLE, read once a
-process, is the path of a file to use instead; it must be for the GPU's architecture and the same on every rank.
+process, is the path of a file to use instead; it must be for the GPU's architecture and the same on every rank, which
+ranks compare with their plans.
 
 A table's rows are read from the top and the first that matches wins; `precision`, `k_dim` and `v_dim` match anything
 where a row leaves them out.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,32 @@ def test_one_process_agrees_with_itself():
     with pytest.raises(ValueError, match=r"^g has a NaN$"):
         agree_or_raise(None, "g has a NaN", "abc", FACTS)
     compare_digest_once(make_plan([100], 1))
+
+
+def _compare_tables(rank: int, paths: list[str | None], length: int) -> str:
+    agreement._launch_table.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GDNCP_LAUNCH_TABLE", raising=False)
+        if paths[rank] is not None:
+            patch.setenv("GDNCP_LAUNCH_TABLE", paths[rank])
+        try:
+            compare_digest_once(make_plan([length], 3))
+        except ValueError as error:
+            return str(error)
+        finally:
+            agreement._launch_table.cache_clear()
+    return "agreed"
+
+
+def test_ranks_launch_kernels_by_one_table(tmp_path):
+    same, copy, other = (str(tmp_path / name) for name in "abc")
+    for path, text in ((same, "{}"), (copy, "{}"), (other, "{ }")):
+        Path(path).write_text(text)
+    assert run_ranks(_compare_tables, 3, [same, copy, same], 1000) == ["agreed"] * 3
+    for i, paths in enumerate([[None, same, None], [same, other, same], [same, same, str(tmp_path / "d")]]):
+        said = run_ranks(_compare_tables, 3, paths, 1001 + i)  # a plan that they have not agreed on
+        assert len(set(said)) == 1
+        assert said[0].startswith("ranks differ in the launch table that GDNCP_LAUNCH_TABLE names (by its digest): ")
 
 
 def _compare_often(rank: int) -> int:

@@ -1,7 +1,10 @@
 """The tuner: its candidates, what it leaves out, what it takes, and the table it writes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from triton import knobs
 
 from gdncp import tune
 from gdncp_kernels import launch_table
@@ -110,6 +113,41 @@ class _InThisProcess:
 
     def map(self, function, values):
         return list(map(function, values))
+
+
+class MadeUpGpu:
+    """A clock, and events that say what had been launched when they were recorded."""
+
+    host_matters, ms = True, 0.0
+
+    def hold(self, ms):
+        self.ms += ms
+
+    def synchronize(self):
+        pass
+
+    def launch(self, name, ms):
+        metadata = SimpleNamespace(get=lambda: {"name": name})
+        knobs.runtime.launch_enter_hook(metadata)
+        self.ms += ms
+        knobs.runtime.launch_exit_hook(metadata)
+
+    def event(self, **_):
+        event = SimpleNamespace(at=None)
+        event.record = lambda: setattr(event, "at", self.ms)
+        event.elapsed_time = lambda other: other.at - event.at
+        return event
+
+
+def test_a_kernel_is_timed_by_itself(monkeypatch):
+    gpu = MadeUpGpu()
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    launches = [("chunk_bounds_kernel", 1.0), ("cut_kernel", 0.25), ("scan_kernel", 8.0), ("cut_kernel", 0.5)]
+    for kernel, ms in (("cut_kernel", 0.75), ("scan_kernel", 8.0), ("fold_kernel", 0.0)):
+        assert tune.kernel_ms(kernel, lambda: [gpu.launch(*x) for x in launches], gpu) == ms
+    with pytest.raises(ZeroDivisionError):
+        tune.kernel_ms("cut_kernel", lambda: 1 / 0, gpu)
+    assert not knobs.runtime.launch_enter_hook.calls and not knobs.runtime.launch_exit_hook.calls
 
 
 def test_rows_run_and_wrong_ones_are_seen(monkeypatch):
