@@ -28,6 +28,11 @@ for tool in "${tools[@]}"; do
     esac
 done
 [ -n "$sanitizer" ] || { echo "sanitize.sh: compute-sanitizer not found; set COMPUTE_SANITIZER" >&2; exit 2; }
+version="$("$sanitizer" --version 2>&1)"
+case "$version" in
+    *"Compute Sanitizer"*) ;;
+    *) echo "sanitize.sh: COMPUTE_SANITIZER=$sanitizer is not compute-sanitizer; --version says: ${version:-nothing}" >&2; exit 2 ;;
+esac
 
 mkdir -p "$logs"
 export PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"

@@ -18,6 +18,7 @@ SUMMARIES = {
 }
 # Writes the summary that the environment says for its tool to the log file, and its own arguments to the output.
 SANITIZER = """#!/usr/bin/env bash
+[ "$1" != --version ] || { echo "${VERSION-NVIDIA (R) Compute Sanitizer}"; exit; }
 echo "$@"
 while [ $# -gt 0 ]; do
     case "$1" in --tool) tool="$2" ;; --log-file) log="$2" ;; esac
@@ -62,6 +63,19 @@ def test_a_line_per_tool_and_success_where_nothing_is_found(tmp_path):
     assert all("--print-limit 5 " in a and a.endswith("-m tests.kernels.sanitized hopper\n") for a in asked.values())
     filters = "--kernel-name kns=a_kernel --kernel-name kns=b_kernel"
     assert filters in asked["memcheck"] and filters in asked["racecheck"] and filters not in asked["initcheck"]
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"VERSION": "true (GNU coreutils) 9.1"}, "is not compute-sanitizer; --version says: true (GNU"),
+        ({"VERSION": ""}, "is not compute-sanitizer; --version says: nothing"),
+        ({"COMPUTE_SANITIZER": "/no/such/tool"}, "COMPUTE_SANITIZER=/no/such/tool is not compute-sanitizer"),
+    ],
+)
+def test_another_tool_is_not_believed(tmp_path, changes, said):
+    done = sanitize(tmp_path, **changes)
+    assert done.returncode == 2 and said in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize("tool", SUMMARIES)
