@@ -7,6 +7,7 @@ host can see them: on CPU tensors, and on device tensors where the caller allowe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -81,7 +82,14 @@ def checkpoint_arguments(every: Any, state_checkpoints: Any, cu_starts: Any) -> 
         _tensor("checkpoint_cu_starts", cu_starts, dtypes=INDEX_DTYPES, dims=1, device=None)
 
 
-def offsets_on_host(name: str, offsets: Sequence[int], num_tokens: int | None) -> tuple[int, ...]:
+@lru_cache(maxsize=256)  # callers pass lengths anew each call
+def _ints(offsets: tuple[Any, ...], types: tuple[type, ...]) -> tuple[int, ...]:
+    """types: of the offsets; True is not 1."""
+    return tuple(integer("cu_seqlens_host", x, 0, "non-negative ints") for x in offsets)
+
+
+@lru_cache(maxsize=256)
+def offsets_on_host(name: str, offsets: tuple[int, ...], num_tokens: int | None) -> tuple[int, ...]:
     """Sequence lengths from cumulative offsets: 0 ... num_tokens, non-decreasing."""
     if len(offsets) < 2:
         raise ValueError(f"{name} must hold at least 2 offsets (number of sequences + 1), got {len(offsets)}")
@@ -115,19 +123,20 @@ def cu_seqlens_arguments(
             _tensor("cu_seqlens_host", host, dtypes=INDEX_DTYPES, dims=1, device=torch.device("cpu"))
             host = host.tolist()
         try:
-            host = [integer("cu_seqlens_host", x, 0, "non-negative ints") for x in host]
+            host = tuple(host)
+            offsets = _ints(host, tuple(map(type, host)))
         except TypeError:
             raise ValueError(f"cu_seqlens_host must be ints or a CPU tensor, got {host!r}") from None
         if cu_seqlens is not None and len(host) != cu_seqlens.numel():
             raise ValueError(f"cu_seqlens_host must have {cu_seqlens.numel()} offsets like cu_seqlens, got {len(host)}")
-        lengths = offsets_on_host("cu_seqlens_host", host, num_tokens)
-        if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and cu_seqlens.tolist() != list(host):
+        lengths = offsets_on_host("cu_seqlens_host", offsets, num_tokens)
+        if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and cu_seqlens.tolist() != list(offsets):
             raise ValueError(f"cu_seqlens_host must equal cu_seqlens ({cu_seqlens.tolist()}), got {list(host)}")
         return lengths
     if cu_seqlens is None:
         return None if num_tokens is None else (num_tokens,)
     if cu_seqlens.device.type == "cpu":
-        return offsets_on_host("cu_seqlens", cu_seqlens.tolist(), num_tokens)
+        return offsets_on_host("cu_seqlens", tuple(cu_seqlens.tolist()), num_tokens)
     return None
 
 

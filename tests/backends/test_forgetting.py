@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 
+from gdncp.backends import AffineMaps
 from gdncp.backends.torch_forget import round_up
 from gdncp.forgetting import FP32_FLOOR, error_bound, rank_terms
 from gdncp.reference import contract_ratio, error_norms, relative_error
@@ -58,6 +59,13 @@ def test_the_bound_is_never_exceeded(case, forget_below):
         error, norm = error_norms(result.output, ref.output, LENS)
         assert (error > 100 * 5e-6 * norm).any()  # without the bound this would be far outside
         assert bound.summary()["scanned_share"] < 1
+
+
+def test_a_bound_that_is_put_off_is_made_at_every_reading():
+    maps = AffineMaps.empty(2, 1, 4, 4, torch.device("cpu"))
+    maps.dropped_rows.zero_()
+    maps.deferred += [lambda: maps.dropped_rows.add_(1.0)] * 2  # of two lanes
+    assert [float(maps.dropped.max()) for _ in range(2)] == [2.0, 4.0]
 
 
 def test_nothing_dropped_at_threshold_zero():

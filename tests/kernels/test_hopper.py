@@ -133,6 +133,22 @@ def test_maps_and_their_bounds_are_those_of_the_torch_set():
 
 
 @hopper_only
+def test_the_bound_on_what_was_left_out_is_read_anew_after_a_replay():
+    inputs = on_gpu(make_inputs(1200, (2, 2, 6), gates="mixed", l2norm=True))
+    plan = gdncp.plan_prefill([1200], num_q_heads=2, num_k_heads=2, num_v_heads=6, cp_chunk_len=320)
+    tokens = (inputs.q, inputs.k, inputs.v, inputs.gate, inputs.beta)
+    words = {"gate_space": inputs.gate_space, "use_qk_l2norm_in_kernel": True, "backend": "hopper", "keep_entry": True}
+    before = gdncp.prefill(plan, *tokens, **words).entry.summary.maps.dropped.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        maps = gdncp.prefill(plan, *tokens, **words).entry.summary.maps
+    for factor in (1, 4):  # v's share of the bound, which is all of it without an initial state
+        inputs.v.mul_(factor)
+        graph.replay()
+        assert bool((before > 0).any()) and torch.allclose(maps.dropped, factor * before, rtol=1e-3)
+
+
+@hopper_only
 def test_forgetting_changes_no_more_than_its_bound():
     inputs = make_inputs(3000, (1, 1, 4), gates="mixed")
     gpu = on_gpu(inputs)

@@ -7,7 +7,7 @@ from triton.runtime.jit import JITFunction
 import gdncp
 from gdncp import calls, validation
 from gdncp.backends import get_backend
-from gdncp_kernels.hopper import launch, states
+from gdncp_kernels.hopper import launch, precompute_t, recurrence_launches, state_fixup, states
 from gdncp_kernels.hopper.launch import Launcher, Launches, Number, Pointer, Tile
 from tests.conftest import hopper_only
 from tests.numeric import random_state, random_tokens
@@ -130,6 +130,24 @@ def test_what_the_copy_engine_cannot_read_runs_in_stages(recorded):
         staged = recorded(lambda odd=odd: gdncp.prefill(plan, **odd), odd)
         assert [kernel for kernel, *_ in staged] == [kernel for kernel, *_ in whole]
         assert all(x[0] != name for *_, given in staged for x in given if type(x) is tuple)
+
+
+@pytest.mark.parametrize("machine", ["3.6"], indirect=True)
+def test_lengths_that_only_the_device_knows_compile_once(machine, monkeypatch):
+    """Their tables are new in every call, and so is what is prepared; the variants of the kernels are not."""
+    monkeypatch.setattr(type(get_backend("hopper")), "rejection_reason", lambda *_, **__: None)
+    monkeypatch.setattr(validation, "_seen", lambda *_: False)
+    monkeypatch.setattr(validation, "cu_seqlens_arguments", lambda *_: None)
+    for module in (precompute_t, recurrence_launches):
+        monkeypatch.setattr(module._launcher, "_variants", {})
+    monkeypatch.setattr(state_fixup._launch_runs, "_variants", {})
+    tokens = random_tokens(700, heads=(1, 1, H), dim=D, dtype=torch.bfloat16)
+    counts = []
+    for offsets in ([0, 700], [0, 300], [0, 700]):
+        cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
+        gdncp.chunk_gated_delta_rule(**tokens, cu_seqlens=cu_seqlens, _cp_chunk_len=128, backend="hopper")
+        counts.append((len(machine.compiled), len(machine.launched)))
+    assert counts == [(4, 4), (4, 8), (4, 12)]
 
 
 @hopper_only
