@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from gdncp.backends.base import AffineMaps, Fold, FoldRuns
+from gdncp.collectives import chain
 from gdncp.plan import PrefillPlan, RankPlan
 from gdncp.work import WorkTable, from_cu_seqlens, from_rank_plan, num_stand_ins, stand_in_rows, upload
 
@@ -35,6 +36,7 @@ class Layout:
     starts_all: bool = False  # first_sequences are all sequences, in order
     ends_all: bool = False  # so are final_sequences
     runs: FoldRuns | None = None  # what is folded without an exchange; None: nothing is
+    exchange: tuple[chain.Round, ...] = ()  # of a chain in which states travel whole
     has_early: bool = False  # stage 4 of some items, or of some of their heads, need not wait for the exchange,
     has_late: bool = True  # and of others it has to
     num_stand_ins: int = 0  # rows of the entry states behind those of items, see `stand_in_rows`
@@ -139,6 +141,7 @@ def _build(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
     )
     return Layout(
         runs=_runs(share, device) if late or not plan.crosses_ranks else None,
+        exchange=chain.rounds_on(plan, rank, device) if plan.crosses_ranks and plan.fixup == "chain" else (),
         has_early=late and any(s.previous is None or s.num_items > 1 for s in share.segments),
         has_late=not late or any(s.previous is not None for s in share.segments),
         num_stand_ins=num_stand_ins(share) if late else 0,

@@ -182,9 +182,13 @@ class FoldRuns:
     num_runs: int
     entry_row: torch.Tensor  # row of the run's first CP chunk in the entry states
     map_row: torch.Tensor  # its row in the `AffineMaps`
-    num_steps: torch.Tensor  # entry states to fill, in the rows behind `entry_row`
+    num_steps: torch.Tensor  # maps to fold; entry states are filled in the rows behind `entry_row`
     # 1: the run starts its sequence, so that its first map's local state is an exit state; -1: it starts from zeros
     starts: torch.Tensor
+    # Where runs hand states on: how many entry states to fill, and the row of `exits` for the state after the last
+    # map, -1: none.  None: as many as there are maps, and no exits.
+    num_fills: torch.Tensor | None = None
+    exit_row: torch.Tensor | None = None
     prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # backends' launches over these runs
 
 
@@ -192,8 +196,10 @@ class FoldRuns:
 class RunFold(Protocol):
     """What a `Fold` may offer besides: whole runs in one launch, with the bits of one map at a time."""
 
-    def fold_runs(self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns) -> None:
-        """Fill `entry_states` [items, H, V, K] in place."""
+    def fold_runs(
+        self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns, exits: torch.Tensor | None = None
+    ) -> None:
+        """Fill `entry_states` [items, H, V, K], and `exits` [.., H, V, K] where runs have them, in place."""
         ...
 
 

@@ -2,17 +2,25 @@
 
 Each rank folds a block through its own CP chunks and hands it on; block b + 1 is folded while block b is under way to
 the next rank.  Volume: one state per hop.  Time: hops + blocks − 1 rounds.
+
+Where the fold takes whole runs in one launch (`RunFold`), states travel whole: a launch costs more than a block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 
-from gdncp.backends.base import AffineMaps, Fold
+from gdncp.backends.base import AffineMaps, Fold, FoldRuns, RunFold
+from gdncp.backends.base import folds_runs as takes_runs
 from gdncp.collectives.folding import Run, fold_inside, fold_runs, own_steps
 from gdncp.collectives.schedule import Link, chain_rounds, links_to_fill
 from gdncp.collectives.wire import Wire
 from gdncp.plan import PrefillPlan
+from gdncp.work import upload
 
 # A block is at least this large: below, a message costs its latency and splitting only adds rounds.
 MIN_BLOCK_BYTES = 1 << 20
@@ -25,6 +33,9 @@ def row_blocks(v_dim: int, bytes_per_row: int, block_rows: int, min_block_bytes:
 
 
 def run(wire: Wire, plan: PrefillPlan, rank: int, maps: AffineMaps, entry_states: torch.Tensor, fold: Fold) -> None:
+    if takes_runs(fold):
+        _run_whole_states(wire, rounds_on(plan, rank, entry_states.device), maps, entry_states, fold)
+        return
     _, num_heads, v_dim, k_dim = entry_states.shape
     blocks = row_blocks(v_dim, num_heads * k_dim * 4, fold.block_rows, MIN_BLOCK_BYTES)
 
@@ -55,4 +66,60 @@ def run(wire: Wire, plan: PrefillPlan, rank: int, maps: AffineMaps, entry_states
             entry_states[link.item][:, blocks[block]].copy_(arrived[link, block])
     # links that hand nothing on were in no round; they now have their entry states
     fold_inside((link for link in to_fill if link.next_rank is None), maps, entry_states, fold)
+    wire.finish()
+
+
+class Round(NamedTuple):
+    """What one rank does in one round, by rows on its device: fold runs, then send and receive whole states."""
+
+    runs: FoldRuns | None
+    num_exits: int
+    sends: tuple[tuple[int, int], ...]  # (peer, row of the exits)
+    receives: tuple[tuple[int, int], ...]  # (peer, row of the entry states)
+
+
+@lru_cache(256)  # plans are compared by their digest
+def rounds_on(plan: PrefillPlan, rank: int, device: torch.device) -> tuple[Round, ...]:
+    """The rank's rounds where states travel whole; copied to the device once, without waiting for it."""
+    to_fill = frozenset(links_to_fill(plan, rank))
+    staying = [link for link in links_to_fill(plan, rank) if link.next_rank is None and link.num_maps]
+    rounds = [
+        _round(device, [link for link, _ in folds], to_fill, receives)
+        for folds, receives in chain_rounds(plan, rank, 1)
+    ]
+    return (*rounds, _round(device, staying, to_fill, ()))
+
+
+def _round(
+    device: torch.device,
+    folds: Sequence[Link],
+    to_fill: frozenset[Link],
+    receives: Sequence[tuple[Link, int]],
+) -> Round:
+    leaving = {link: row for row, link in enumerate(link for link in folds if link.next_rank is not None)}
+    columns = {
+        "entry_row": [link.item for link in folds],
+        "map_row": [link.row for link in folds],
+        "num_steps": [link.num_maps for link in folds],
+        "starts": [int(link.starts) for link in folds],
+        "num_fills": [(link in to_fill) * (link.num_maps - (link in leaving)) for link in folds],
+        "exit_row": [leaving.get(link, -1) for link in folds],
+    }
+    runs = FoldRuns(num_runs=len(folds), **upload(columns, device)) if folds else None
+    sends = [(link.next_rank, row) for link, row in leaving.items()]
+    landings = [(link.previous_rank, link.item) for link, _ in receives]
+    return Round(runs, len(leaving), tuple(sends), tuple(landings))  # type: ignore[arg-type]  # None: not among them
+
+
+def _run_whole_states(
+    wire: Wire, rounds: Sequence[Round], maps: AffineMaps, entry_states: torch.Tensor, fold: RunFold
+) -> None:
+    wire.open_point_to_point()
+    for runs, num_exits, sends, receives in rounds:
+        exits = entry_states.new_empty(num_exits, *entry_states.shape[1:])
+        if runs is not None:
+            fold.fold_runs(maps, entry_states, runs, exits)
+        if sends or receives:
+            outgoing = [(peer, exits[row]) for peer, row in sends]
+            wire.exchange(outgoing, [(peer, entry_states[row]) for peer, row in receives]).wait()
     wire.finish()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gdncp.backends.base import AffineMaps
+from gdncp.backends.base import AffineMaps, FoldRuns
 from gdncp.plan import PrefillPlan, plan_prefill
 
 HEADS, K_DIM, V_DIM = 5, 16, 80  # heads that do not divide by a world size; K and V that cannot be mistaken
@@ -29,6 +29,29 @@ class BlockFold:
             for rows, add in zip(state.split(self.block_rows, 1), local_state.split(self.block_rows, 1), strict=True)
         ]
         return torch.cat(blocks, 1)
+
+
+class RunsFold(BlockFold):
+    """One that takes whole runs."""
+
+    def fold_runs(
+        self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns, exits: torch.Tensor | None = None
+    ) -> None:
+        for run in range(runs.num_runs):
+            entry, row, steps, starts = (
+                int(x[run]) for x in (runs.entry_row, runs.map_row, runs.num_steps, runs.starts)
+            )
+            fills = steps if runs.num_fills is None else int(runs.num_fills[run])
+            leave = -1 if runs.exit_row is None else int(runs.exit_row[run])
+            state = torch.zeros_like(entry_states[0]) if starts < 0 else entry_states[entry].clone()
+            for j in range(steps):
+                local = maps.local_state[row + j]
+                state = local if starts > 0 and j == 0 else self(state, maps.transition[row + j], local)
+                if j < fills:
+                    entry_states[entry + j + 1] = state
+            if leave >= 0:
+                assert exits is not None and steps
+                exits[leave] = state
 
 
 class ElementwiseFold:

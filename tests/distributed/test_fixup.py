@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gdncp.backends.base import Fold
 from gdncp.collectives import FixupStats, chain, share_final_states, state_fixup
 from gdncp.plan import PrefillPlan
 from tests.distributed.affine import (
@@ -18,6 +19,7 @@ from tests.distributed.affine import (
     V_DIM,
     BlockFold,
     Problem,
+    RunsFold,
     fold_for,
     make_plan,
     make_problem,
@@ -48,11 +50,16 @@ def _ownerships(seq_lens: list[int], world_size: int) -> list[Any]:
 
 
 def _fix(
-    rank: int, plan: PrefillPlan, group: dist.ProcessGroup | None = None, problem: Problem | None = None
+    rank: int,
+    plan: PrefillPlan,
+    group: dist.ProcessGroup | None = None,
+    problem: Problem | None = None,
+    fold: Fold | None = None,
 ) -> FixupStats:
     maps, entry_states, expected = rank_share(plan, rank, problem or make_problem(plan))
     given = maps.transition.clone(), maps.local_state.clone()
-    stats = state_fixup(plan, rank, maps, entry_states, fold_for(maps.transition.device.type), group)
+    fold = fold or fold_for(maps.transition.device.type)
+    stats = state_fixup(plan, rank, maps, entry_states, fold, group)
     if plan.fixup == "tree":
         error = (entry_states - expected).norm() / expected.norm().clamp(min=1e-30)
         assert error <= TREE_TOL or entry_states.numel() == 0, f"off by {error}"
@@ -75,6 +82,11 @@ def fix_all(rank: int, world_size: int, device: str = "cpu") -> None:
                         _fix(rank, make_plan(seq_lens, world_size, ownership, strategy), problem=problem)
                     except Exception as error:
                         raise AssertionError(f"{strategy}, {seq_lens}, {ownership}") from error
+            if device == "cpu":  # states travel whole where the fold takes runs
+                plan = make_plan(seq_lens, world_size, ownership, "chain")
+                stats = _fix(rank, plan, problem=problem, fold=RunsFold())
+                handed_on = [s for s in plan.segments if s.rank == rank and s.next is not None]
+                assert stats.messages_sent == sum(plan.segments[s.next].rank != rank for s in handed_on)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES, ids="ranks{}".format)

@@ -63,3 +63,31 @@ def test_runs_have_the_bits_of_single_folds(idle, length):
     )
     fold.fold_runs(maps, states, runs)
     assert torch.equal(states, expected)
+
+
+@pytest.mark.parametrize("idle", [0, 6], ids=["16 rows", "32 rows"])
+def test_runs_hand_states_on(idle):
+    """Two runs that go on elsewhere, of which one fills nothing here, and one that ends here."""
+    maps, fold = random_maps(9), StateFold()
+    states = torch.randn(9, HEADS, DIM, DIM, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    expected, exits = states.clone(), torch.full_like(states[:3], 7.0)
+    left = exits.clone()
+
+    def folded(entry, row, num_steps, starts, num_fills):
+        state = expected[entry]
+        for j in range(num_steps):
+            local = maps.local_state[row + j]
+            state = local if starts and j == 0 else fold(state, maps.transition[row + j], local)
+            if j < num_fills:
+                expected[entry + j + 1] = state
+        return state
+
+    runs = [(0, 0, 3, 1, 2, 1), (3, 3, 4, 0, 0, 0), (7, 7, 1, 0, 1, -1), *[(0, 0, 0, 1, 0, -1)] * idle]
+    for entry, row, num_steps, starts, num_fills, leave in runs[:3]:
+        state = folded(entry, row, num_steps, starts, num_fills)
+        if leave >= 0:
+            left[leave] = state
+    entry, row, num_steps, starts, num_fills, leave = (torch.tensor(x, device=DEVICE) for x in zip(*runs, strict=True))
+    columns = FoldRuns(len(runs), entry, row, num_steps, starts, num_fills, leave)
+    fold.fold_runs(maps, states, columns, exits)
+    assert torch.equal(states, expected) and torch.equal(exits, left)

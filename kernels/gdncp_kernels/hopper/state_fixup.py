@@ -85,6 +85,18 @@ def fold_kernel(state, transition, local_state, out, state_batch, transition_bat
     gl.store(out + batch * NUM_BLOCKS * 2048 + at, _fold(held, tile, n))
 
 
+@gluon.jit
+def _put(S, j, entry, stride, fills, leave, last):
+    """The state after map j: an entry state, and after the last map what the run hands on."""
+    if leave is None:
+        gl.store(entry + (j + 1) * stride, S)
+    else:
+        if j < fills:
+            gl.store(entry + (j + 1) * stride, S)
+        if j == last:
+            gl.store(leave, S)
+
+
 @gluon.jit(do_not_specialize=["H"])
 def fold_runs_kernel(
     transition_map,
@@ -94,6 +106,9 @@ def fold_runs_kernel(
     map_row,
     num_steps,
     starts,
+    num_fills,
+    exit_row,
+    exits,
     H,
     ROWS: gl.constexpr,
     RING: gl.constexpr,
@@ -111,6 +126,15 @@ def fold_runs_kernel(
         entry = entry_states + gl.load(entry_row + run) * stride + head * 16384 + at
         local = local_state + first_map * stride + head * 16384 + at
         tile_row = ((first_map * H + head) * 128).to(gl.int32)
+        if exits is None:
+            fills = steps
+            leave = None
+            last = steps
+        else:
+            fills = gl.load(num_fills + run).to(gl.int32)
+            leave_row = gl.load(exit_row + run)
+            leave = exits + gl.maximum(leave_row, 0) * stride + head * 16384 + at
+            last = gl.where(leave_row < 0, steps, steps - 1)
 
         ring = gl.allocate_shared_memory(gl.float32, [RING, 128, 128], TRANSITION)
         held = gl.allocate_shared_memory(gl.float32, [ROWS, 128], STATE)
@@ -125,7 +149,7 @@ def fold_runs_kernel(
             _load(transition_map, tile_row + ahead * H * 128, full.index(s), ring.index(s), ahead < steps)
         if begins != 0:
             S = gl.load(local)
-            gl.store(entry + stride, S)
+            _put(S, 0, entry, stride, fills, leave, last)
         else:
             S = gl.load(entry, mask=at < 16384 * (how == 0).to(gl.int32), other=0.0)  # or from zeros
         held.store(S)
@@ -140,13 +164,13 @@ def fold_runs_kernel(
             ahead = step + RING
             _load(transition_map, tile_row + ahead * H * 128, full.index(slot), ring.index(slot), ahead < steps)
             held.store(S)
-            gl.store(entry + (step + 1) * stride, S)
+            _put(S, step, entry, stride, fills, leave, last)
             barrier()
 
 
 _launch = Launcher(fold_kernel, num_warps=WARPS)
 _launch_runs = Launcher(fold_runs_kernel, num_warps=WARPS)
-_CHANGING = ("maps", "entry_states")
+_CHANGING = ("maps", "entry_states", "exits")
 
 
 class StateFold:
@@ -166,7 +190,9 @@ class StateFold:
                 _launch(s.shape[0] * num_blocks, s, m, n, out, s.stride(0), m.stride(0), n.stride(0), num_blocks)
         return out
 
-    def fold_runs(self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns) -> None:
+    def fold_runs(
+        self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns, exits: torch.Tensor | None = None
+    ) -> None:
         if not runs.num_runs:
             return
         with torch.cuda.device_of(entry_states):
@@ -174,7 +200,7 @@ class StateFold:
             launches = runs.prepared.get(key)
             if launches is None:
                 launches = runs.prepared[key] = Launches(_CHANGING, prepare_runs(maps.scratch.layout, runs))
-            launches(maps.scratch.address, entry_states.data_ptr())
+            launches(maps.scratch.address, entry_states.data_ptr(), None if exits is None else exits.data_ptr())
 
 
 def prepare_runs(maps: ScratchLayout, runs: FoldRuns) -> Launch:
@@ -193,6 +219,9 @@ def prepare_runs(maps: ScratchLayout, runs: FoldRuns) -> Launch:
             "map_row": runs.map_row,
             "num_steps": runs.num_steps,
             "starts": runs.starts,
+            "num_fills": runs.num_fills,
+            "exit_row": runs.exit_row,
+            "exits": None if runs.exit_row is None else Pointer("exits", torch.float32),
             "H": num_heads,
             "ROWS": rows,
             "RING": RING,
