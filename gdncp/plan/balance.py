@@ -45,10 +45,12 @@ class Balance:
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
         self._schedules: dict[frozenset[tuple[Kind, int]], tuple[float, float]] = {}
         self._works: dict[Kind, tuple[float, float]] = {}
-        self._cumulative = [
-            list(accumulate((self._work(start, stop)[i] for start, stop in pairwise(seq_starts)), initial=0.0))
-            for i in range(2)
-        ]
+        works: dict[int, tuple[float, float]] = {}  # of sequences of so many chunks
+        for start, stop in pairwise(seq_starts):
+            if (chunks := _chunks(stop - start)) not in works:
+                works[chunks] = self._work(start, stop)
+        each = [works[_chunks(stop - start)] for start, stop in pairwise(seq_starts)]
+        self._cumulative = [list(accumulate(column, initial=0.0)) for column in zip(*each, strict=True)]
 
     def cuts(self, *, refined: bool = True) -> Cuts:
         """The best found: of least predicted time; of equals, the one that cuts fewer sequences.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from gdncp.plan import cost, layout
+from gdncp.plan import columns, cost, layout
 from gdncp.plan.balance import FEW, Balance
 from gdncp.plan.checks import CHUNK
 from gdncp.plan.profiles import CostProfile
@@ -274,7 +274,7 @@ class _Search:
                     tokens_of[rank] += count * (min(grid.start(end), tokens) - grid.start(first))
         else:
             assert not isinstance(self.ownership, str)
-            for start, stop, rank in layout.explicit_runs(self.ownership):
+            for start, stop, rank in columns.explicit_runs(self.ownership):
                 tokens_of[rank] += stop - start
         return max(tokens_of)
 
@@ -324,8 +324,9 @@ def _groups(seq_lens: Sequence[int]) -> list[tuple[int, int]]:
 
 def _cuts_within(seq_starts: Sequence[int], ranges: layout.TokenRanges) -> list[int]:
     """Positions within sequences at which explicit ownership cuts them."""
-    segments = layout.build_segments(seq_starts, layout.explicit_runs(ranges), len(ranges), layout.Grid(CHUNK, CHUNK))
-    return [segment.stop - seq_starts[segment.sequence] for segment in segments if segment.next is not None]
+    grid = layout.Grid(CHUNK, CHUNK)
+    segments = columns.Segments.build(seq_starts, columns.explicit_runs(ranges), len(ranges), grid)
+    return [segment.stop - seq_starts[segment.sequence] for segment in segments.make() if segment.next is not None]
 
 
 def _round_up(tokens: float) -> int:

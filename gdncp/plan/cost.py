@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from gdncp.plan.checks import CHUNK
-from gdncp.plan.model import Segment
+from gdncp.plan.columns import Segments
 from gdncp.plan.overlap import prefill_beside
 from gdncp.plan.profiles import CostProfile
 from gdncp.plan.stage_model import Kind
@@ -44,21 +46,23 @@ class FixupLoad(NamedTuple):
         return 2 * self.state_bytes  # (M, N) with K = V
 
 
-def fixup_load(segments: Sequence[Segment], world_size: int, num_heads: int, head_dim: int) -> FixupLoad:
-    num_hops = depth = hops_here = maps_here = 0
-    maps_of = [0] * world_size
-    states_of = [0] * world_size
-    for segment in segments:
-        if segment.previous is None:
-            hops_here = maps_here = 0
-        if segment.next is not None:
-            hops_here += 1
-            maps_here += segment.num_items
-            maps_of[segment.rank] += segment.num_items
-            states_of[segment.rank] += 1
-        elif hops_here:
-            num_hops, depth = max(num_hops, hops_here), max(depth, maps_here + segment.num_items - 1)
-    return FixupLoad(world_size, num_hops, sum(maps_of), depth, max(maps_of), max(states_of), num_heads, head_dim)
+def fixup_load(pieces: Segments, world_size: int, num_heads: int, head_dim: int) -> FixupLoad:
+    goes_on = ~pieces.is_last
+    hops = np.bincount(pieces.sequence[goes_on]) if goes_on.any() else np.zeros(1, dtype=np.int64)
+    items = np.bincount(pieces.sequence, weights=pieces.num_items)
+    crossing = np.flatnonzero(hops)
+    ranks, handed_on = pieces.rank[goes_on], pieces.num_items[goes_on]
+    maps_of = np.bincount(ranks, weights=handed_on, minlength=world_size)
+    return FixupLoad(
+        world_size,
+        num_hops=int(hops.max()),
+        num_maps=int(handed_on.sum()),
+        depth=int(items[crossing].max(initial=1)) - 1,
+        maps_per_rank=int(maps_of.max()),
+        states_per_rank=int(np.bincount(ranks, minlength=world_size).max()),
+        num_heads=num_heads,
+        head_dim=head_dim,
+    )
 
 
 def fold_seconds(profile: CostProfile, depth: int, num_maps: int, num_heads: float, head_dim: int) -> float:

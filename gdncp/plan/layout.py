@@ -1,4 +1,4 @@
-"""Ownership and grid to tables: token runs, segments, and one rank's CP chunks and checkpoints.
+"""Ownership and grid to tables: cuts, parts, and one rank's CP chunks and checkpoints.
 
 A sequence's grid lies at its start, and at its start + first + m · length (`Grid`). Ownership may cut it elsewhere: the
 CP chunk then ends at the cut, and the next one runs from there to the next grid point.
@@ -7,12 +7,16 @@ CP chunk then ends at the cut, and the next one runs from there to the next grid
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from gdncp.plan.model import CpChunk, RankCheckpoint, RankPlan, Segment, TokenRun
+import numpy as np
+import numpy.typing as npt
 
+from gdncp.plan.model import CpChunk, RankCheckpoint, RankPlan, Segment
+
+Ints = npt.NDArray[np.int64]
 TokenRanges = tuple[tuple[tuple[int, int], ...], ...]  # per rank: half-open ranges of global tokens
 
 
@@ -33,9 +37,13 @@ class Grid(NamedTuple):
         """Cells of a sequence; an empty one has one too."""
         return self.cell(tokens - 1) + 1
 
-    def __contains__(self, position: object) -> bool:
-        """Whether a cell starts at `position`."""
-        return isinstance(position, int) and self.start(self.cell(position)) == position
+    def cells(self, positions: Ints) -> Ints:
+        """`cell` of each."""
+        return np.maximum((positions - self.first) // self.length + 1, 0)
+
+    def starts(self, cells: Ints) -> Ints:
+        """`start` of each."""
+        return np.where(cells > 0, self.first + (cells - 1) * self.length, 0)
 
 
 def sequence_starts(seq_lens: Sequence[int]) -> tuple[int, ...]:
@@ -60,24 +68,6 @@ def contiguous_cuts(seq_starts: Sequence[int], world_size: int, grid: Grid) -> l
     return [*cuts, num_tokens]
 
 
-def contiguous_runs(seq_starts: Sequence[int], world_size: int, grid: Grid) -> tuple[TokenRun, ...]:
-    cuts = contiguous_cuts(seq_starts, world_size, grid)
-    return merge_runs(zip(cuts, cuts[1:], range(world_size), strict=False))
-
-
-def zigzag_runs(seq_starts: Sequence[int], world_size: int, grid: Grid) -> tuple[TokenRun, ...]:
-    """Per sequence of C CP chunks: part i is CP chunks [i·C//2W, (i+1)·C//2W); rank r holds parts r and 2W−1−r."""
-    known: dict[int, list[tuple[int, int, int]]] = {}
-    pieces = []
-    for start, stop in pairwise(seq_starts):
-        chunks = grid.count(stop - start)
-        if chunks not in known:
-            known[chunks] = [(grid.start(a), grid.start(b), rank) for a, b, rank in zigzag_parts(chunks, world_size)]
-        for low, high, rank in known[chunks]:
-            pieces.append((start + low, min(start + high, stop), rank))
-    return merge_runs(pieces)
-
-
 def zigzag_parts(chunks: int, world_size: int) -> list[tuple[int, int, int]]:
     """The parts of a sequence of so many CP chunks that are not empty: (first CP chunk, end, rank)."""
     parts = 2 * world_size
@@ -89,62 +79,6 @@ def zigzag_parts(chunks: int, world_size: int) -> list[tuple[int, int, int]]:
         result.append((first, end, min(part, parts - 1 - part)))
         first = end
     return result
-
-
-def explicit_runs(ranges: TokenRanges) -> tuple[TokenRun, ...]:
-    """Ranges that are known to partition the tokens."""
-    return merge_runs(sorted((start, stop, rank) for rank, own in enumerate(ranges) for start, stop in own))
-
-
-def merge_runs(pieces: Iterable[tuple[int, int, int]]) -> tuple[TokenRun, ...]:
-    """(start, stop, rank) in token order, without gaps, to maximal runs; empty pieces are left out."""
-    runs: list[TokenRun] = []
-    run_start, run_stop, run_rank = 0, 0, -1
-    for start, stop, rank in pieces:
-        if start == stop:
-            continue
-        if rank != run_rank:
-            if run_stop > run_start:
-                runs.append(TokenRun(run_start, run_stop, run_rank))
-            run_start, run_rank = start, rank
-        run_stop = stop
-    if run_stop > run_start:
-        runs.append(TokenRun(run_start, run_stop, run_rank))
-    return tuple(runs)
-
-
-def build_segments(
-    seq_starts: Sequence[int], runs: Sequence[TokenRun], world_size: int, grid: Grid
-) -> tuple[Segment, ...]:
-    """Every sequence cut where its tokens change rank; an empty one is on the rank of the next token, or the last."""
-    segments: list[Segment] = []
-    items_of = [0] * world_size
-    num_chunks = index = 0
-    num_tokens = seq_starts[-1]
-    upcoming = iter((*runs, TokenRun(num_tokens, num_tokens + 1, world_size - 1)))  # the last takes empties at the end
-    _, run_stop, rank = next(upcoming)
-    for sequence, (seq_start, seq_stop) in enumerate(pairwise(seq_starts)):
-        start, ordinal = seq_start, 0
-        while True:
-            while run_stop <= start:
-                _, run_stop, rank = next(upcoming)
-            stop = seq_stop if seq_stop < run_stop else run_stop
-            # grid cells touched; an empty sequence is one CP chunk too
-            count = grid.count(stop - seq_start) - grid.cell(start - seq_start)
-            item = items_of[rank]
-            before = None if start == seq_start else index - 1
-            after = None if stop == seq_stop else index + 1
-            segments.append(
-                Segment(index, sequence, rank, item, item + count, before, after, start, stop, num_chunks, ordinal)
-            )
-            items_of[rank] += count
-            num_chunks += count
-            ordinal += count
-            index += 1
-            if after is None:
-                break
-            start = stop
-    return tuple(segments)
 
 
 def build_rank_plan(

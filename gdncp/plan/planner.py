@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gdncp.plan import checks, choose, cost, layout
 from gdncp.plan.balance import Balance
-from gdncp.plan.model import TokenRun
+from gdncp.plan.columns import Runs, Segments, contiguous_runs, explicit_runs, zigzag_runs
 from gdncp.plan.prefill_plan import PrefillPlan
 from gdncp.plan.profiles import CostProfile, find_profile
 from gdncp.plan.stage_model import StageModel
@@ -104,24 +104,24 @@ def plan_prefill(
         costs = replace(profile, opens=profile.opens and opens)
         return StageModel(costs, max(heads), heads[1], head_dim, half_lives, forget_below)
 
-    def own(grid: layout.Grid, requested: int | None, opens: bool) -> tuple[TokenRun, ...]:
+    def own(grid: layout.Grid, requested: int | None, opens: bool) -> Runs:
         if ownership == "contiguous":
             # whether an exchange pays is asked where the grid is ours to choose; else ranks share what was asked for
             crossing = None if requested else choose.crossing_seconds(profile, fixup, require_reproducible)
             cuts = Balance(seq_starts, world_size, grid, model(opens, head_half_lives), crossing).cuts()
-            return layout.merge_runs(zip(cuts, cuts[1:], range(world_size), strict=False))
+            return contiguous_runs(cuts)
         if ownership == "zigzag":
-            return layout.zigzag_runs(seq_starts, world_size, grid)
+            return zigzag_runs(seq_starts, world_size, grid)
         assert not isinstance(ownership, str)
-        return layout.explicit_runs(ownership)
+        return explicit_runs(ownership)
 
     def on_grid(grid: layout.Grid, requested: int | None, opens: bool) -> PrefillPlan:
         runs = own(grid, requested, opens)
-        segments = layout.build_segments(seq_starts, runs, world_size, grid)
-        if all(segment.next is None for segment in segments):
+        pieces = Segments.build(seq_starts, runs, world_size, grid)
+        if pieces.is_last.all():
             resolved = "local"
         elif fixup == "auto":
-            load = cost.fixup_load(segments, world_size, max(heads), head_dim)
+            load = cost.fixup_load(pieces, world_size, max(heads), head_dim)
             resolved = choose.choose_fixup(load, profile, require_reproducible)
         else:
             resolved = fixup
@@ -149,7 +149,7 @@ def plan_prefill(
             require_reproducible=bool(require_reproducible),
             profile=profile,
             runs=runs,
-            segments=segments,
+            pieces=pieces,
         )
 
     def finished(plan: PrefillPlan) -> PrefillPlan:

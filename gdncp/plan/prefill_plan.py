@@ -9,11 +9,12 @@ from functools import cached_property
 from itertools import accumulate
 
 from gdncp.plan import cost, layout
-from gdncp.plan.model import CpChunk, RankPlan, Segment, TokenRun
+from gdncp.plan.columns import Runs, Segments
+from gdncp.plan.model import CpChunk, RankPlan, Segment
 from gdncp.plan.profiles import CostProfile
 from gdncp.plan.stage_model import StageModel
 
-PLAN_FORMAT = 1  # part of the digest: raise it whenever the same inputs begin to give other tables
+PLAN_FORMAT = 2  # part of the digest: raise it whenever the same inputs begin to give other tables
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,8 +46,8 @@ class PrefillPlan:
     forget_below: float | None  # None: the default of the inputs' dtype
     require_reproducible: bool
     profile: CostProfile
-    runs: tuple[TokenRun, ...]  # who holds which tokens, in token order
-    segments: tuple[Segment, ...]  # over all ranks: sequences in order, then segments in order
+    runs: Runs  # who holds which tokens
+    pieces: Segments  # over all ranks, as columns
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PrefillPlan) and self.digest == other.digest
@@ -85,12 +86,17 @@ class PrefillPlan:
 
     @property
     def num_cp_chunks(self) -> int:
-        return self.segments[-1].first_chunk + self.segments[-1].num_items
+        return int(self.pieces.num_items.sum())
 
     @cached_property
     def cp_chunks(self) -> tuple[CpChunk, ...]:
         """All CP chunks: sequences in order, then CP chunks in order."""
         return tuple(sorted(item for rank in range(self.world_size) for item in self.rank_plan(rank).items))
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """Over all ranks: sequences in order, then segments in order."""
+        return self.pieces.make()
 
     # ---- per rank
 
@@ -100,7 +106,7 @@ class PrefillPlan:
         if rank not in self._rank_plans:
             self._rank_plans[rank] = layout.build_rank_plan(
                 rank,
-                self._segments_of[rank],
+                self.pieces.make(rank),
                 seq_starts=self.seq_starts,
                 grid=self.grid,
                 num_lanes=self.lanes_per_rank,
@@ -112,6 +118,8 @@ class PrefillPlan:
     def token_ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Global half-open ranges of the rank's tokens, in the order in which it holds them; adjacent ones merged."""
         self._check_rank(rank)
+        if rank not in self._token_ranges:
+            self._token_ranges[rank] = self.runs.of_rank(rank)
         return self._token_ranges[rank]
 
     def num_tokens(self, rank: int) -> int:
@@ -121,7 +129,7 @@ class PrefillPlan:
         """Global rows of the state checkpoints that this rank writes, in the order of its own checkpoint rows."""
         self._check_rank(rank)
         rows: list[int] = []
-        for segment in self._segments_of[rank]:
+        for segment in self.rank_plan(rank).segments:
             first, positions = layout.segment_checkpoints(
                 segment, self.seq_starts[segment.sequence], self.checkpoint_every_n_tokens, self.checkpoint_positions
             )
@@ -152,13 +160,12 @@ class PrefillPlan:
     @cached_property
     def crosses_ranks(self) -> bool:
         """Some sequence has more than one segment, so a fixup exchanges something."""
-        return any(segment.next is not None for segment in self.segments)
+        return not self.pieces.is_last.all()
 
     @cached_property
     def off_grid_cuts(self) -> tuple[int, ...]:
         """Global tokens at which ownership cuts a sequence off its CP chunk grid."""
-        starts, grid = self.seq_starts, self.grid
-        return tuple(s.stop for s in self.segments if s.next is not None and s.stop - starts[s.sequence] not in grid)
+        return tuple(self.pieces.stop[self.pieces.off_grid].tolist())
 
     @property
     def reproducible(self) -> bool:
@@ -172,7 +179,7 @@ class PrefillPlan:
             PLAN_FORMAT,
             self.seq_lens,
             self.world_size,
-            tuple(map(tuple, self.runs)) if self.ownership == "explicit" else self.ownership,
+            self.ownership if self.ownership == "zigzag" else tuple(map(tuple, self.runs)),
             (self.num_q_heads, self.num_k_heads, self.num_v_heads, self.head_dim),
             self.cp_chunk_len if self.first_cp_chunk_len == self.cp_chunk_len else self.grid[:],
             self.checkpoint_every_n_tokens,
@@ -206,7 +213,7 @@ class PrefillPlan:
     @cached_property
     def fixup_seconds(self) -> Mapping[str, float]:
         """Fixup strategy -> predicted seconds; empty where nothing crosses ranks."""
-        load = cost.fixup_load(self.segments, self.world_size, self.num_state_heads, self.head_dim)
+        load = cost.fixup_load(self.pieces, self.world_size, self.num_state_heads, self.head_dim)
         return cost.fixup_seconds(self.profile, load) if load.num_hops else {}
 
     @cached_property
@@ -231,19 +238,9 @@ class PrefillPlan:
         return {}
 
     @cached_property
-    def _segments_of(self) -> tuple[tuple[Segment, ...], ...]:
-        of_rank: list[list[Segment]] = [[] for _ in range(self.world_size)]
-        for segment in self.segments:
-            of_rank[segment.rank].append(segment)
-        return tuple(map(tuple, of_rank))
-
-    @cached_property
-    def _token_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        of_rank: list[list[tuple[int, int]]] = [[] for _ in range(self.world_size)]
-        for start, stop, rank in self.runs:
-            of_rank[rank].append((start, stop))
-        return tuple(map(tuple, of_rank))
+    def _token_ranges(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        return {}
 
     @cached_property
     def _final_owners(self) -> tuple[int, ...]:
-        return tuple(segment.rank for segment in self.segments if segment.next is None)
+        return tuple(self.pieces.rank[self.pieces.is_last].tolist())
