@@ -18,7 +18,7 @@ from typing import Any
 
 from gdncp.plan import PrefillPlan, plan_prefill
 
-RUNS, LOOKUPS = 5, 1
+RUNS, LOOKUPS = 5, 1000
 LAYER: dict[str, Any] = {"num_q_heads": 16, "num_k_heads": 16, "num_v_heads": 32, "profile": "h200"}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,6 @@ from gdncp.layout import Layout, layout_of_cu_seqlens, layout_of_plan
 from gdncp.plan import PrefillPlan, default_profile, plan_prefill
 from gdncp.plan.choose import balanced, unsplit
 from gdncp.stages import StateIO
-
-_plan_prefill = lru_cache(maxsize=256)(plan_prefill)  # callers pass lengths anew each call
 
 
 def chunk_gated_delta_rule(
@@ -189,7 +186,7 @@ def _plan_of_call(
         cp_chunk_len = unsplit(max(seq_lens))
 
     def planned(length: int | None) -> PrefillPlan:
-        return _plan_prefill(
+        return plan_prefill(
             seq_lens,
             world_size=world_size,
             num_q_heads=q.shape[1],

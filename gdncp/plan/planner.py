@@ -8,11 +8,13 @@ from dataclasses import replace
 from gdncp.plan import checks, choose, cost, layout
 from gdncp.plan.balance import Balance
 from gdncp.plan.columns import Runs, Segments, contiguous_runs, explicit_runs, zigzag_runs
+from gdncp.plan.known import known
 from gdncp.plan.prefill_plan import PrefillPlan
 from gdncp.plan.profiles import CostProfile, find_profile
 from gdncp.plan.stage_model import StageModel
 
 
+@known
 def plan_prefill(
     seq_lens: Sequence[int],
     *,
@@ -35,7 +37,7 @@ def plan_prefill(
     require_reproducible: bool = False,
     profile: str | CostProfile = "cpu",
 ) -> PrefillPlan:
-    """Plan a prefill of packed sequences over `world_size` ranks.
+    """Plan a prefill of packed sequences over `world_size` ranks.  The last plans are kept, and given again.
 
     Args:
         seq_lens: tokens of each sequence; zeros are allowed.

@@ -1,0 +1,65 @@
+"""Plans that were made before: the same arguments give the same plan, without planning again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MOST = 256  # plans that are kept
+
+
+def known(plan: Callable[P, R], most: int = MOST) -> Callable[P, R]:
+    """`plan(seq_lens, **words)` that remembers what it returned last, for lengths in a tuple or a list.
+
+    Lengths are compared, not hashed, which is quicker, with those of the last few calls that look alike.  What cannot
+    be a key (explicit ownership in lists) and what a file says is planned anew.
+    """
+    plans: OrderedDict[Hashable, list[tuple[Any, R]]] = OrderedDict()
+
+    @wraps(plan)
+    def remembered(*args: P.args, **words: P.kwargs) -> R:
+        key = _key(args, words)
+        if key is None:
+            return plan(*args, **words)
+        lengths = args[0]
+        try:
+            alike = plans.get(key)
+        except TypeError:  # not hashable
+            return plan(*args, **words)
+        for same, result in alike or ():
+            if same == lengths:
+                return result
+        result = plan(*args, **words)
+        alike = plans.setdefault(key, [])
+        alike.append((lengths.copy() if type(lengths) is list else lengths, result))  # a list may change
+        del alike[:-_ALIKE]
+        plans.move_to_end(key)
+        if len(plans) > most:
+            plans.popitem(last=False)
+        return result
+
+    return remembered
+
+
+_ALIKE = 4  # batches that differ inside alone
+
+
+def _key(args: tuple[Any, ...], words: dict[str, Any]) -> Hashable:
+    """None: not to be remembered.  Types are part of it, so that True is not taken for 1."""
+    if len(args) != 1 or type(args[0]) not in (tuple, list) or not args[0]:
+        return None
+    profile = words.get("profile")
+    if isinstance(profile, Path) or (isinstance(profile, str) and profile.endswith(".json")):
+        return None
+    lengths = args[0]
+    values = tuple(words.values())
+    ends = (lengths[0], lengths[-1], lengths[len(lengths) // 2])
+    if type(words.get("head_half_lives")) is list:
+        values = tuple(tuple(value) if type(value) is list else value for value in values)
+    return (type(lengths), len(lengths), ends, *map(type, ends), *words, *values, *map(type, words.values()))

@@ -1,0 +1,65 @@
+"""Plans that are known are given again, and never for other arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gdncp.plan import PROFILES, PrefillPlan, plan_prefill
+from gdncp.plan.known import known
+
+LAYER = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4}
+
+
+def test_the_same_arguments_give_the_plan_that_was_made() -> None:
+    lengths = [1000, 0, 70]
+    for batch in (lengths, tuple(lengths)):
+        plan = plan_prefill(batch, world_size=2, head_half_lives=[5.0] * 4, **LAYER)
+        assert plan_prefill(batch, world_size=2, head_half_lives=[5.0] * 4, **LAYER) is plan
+    lengths[1] = 1  # of what was given, not of what the list has become
+    assert plan_prefill(lengths, world_size=2, head_half_lives=[5.0] * 4, **LAYER).seq_lens == (1000, 1, 70)
+    assert plan_prefill([1000, 0, 70], world_size=2, head_half_lives=[6.0] * 4, **LAYER).head_half_lives == (6.0,) * 4
+
+
+@pytest.mark.parametrize("bad", [{"world_size": True}, {"world_size": 1.0}, {"cp_chunk_len": 64.0}])
+def test_what_is_equal_but_no_int_is_still_refused(bad: dict[str, object]) -> None:
+    plan_prefill([1, 1, 1], world_size=1, cp_chunk_len=64, **LAYER)
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        plan_prefill([1, 1, 1], **{"world_size": 1, "cp_chunk_len": 64, **bad}, **LAYER)
+    for lengths in ([True, 1, 1], [1, 1.0, 1], (1, 1, True)):
+        with pytest.raises(ValueError, match="seq_lens"):
+            plan_prefill(lengths, world_size=1, cp_chunk_len=64, **LAYER)
+
+
+def test_what_cannot_be_a_key_or_is_in_a_file_is_planned_anew(tmp_path: Path) -> None:
+    explicit = {"ownership": [[(0, 64)], [(64, 100)]], "world_size": 2}
+    assert plan_prefill([100], **explicit, **LAYER) == plan_prefill([100], **explicit, **LAYER)
+    file = tmp_path / "own.json"
+    for seconds in (1e-3, 2e-3):
+        costs = PROFILES["cpu"].costs() | {"launch_s": seconds}
+        file.write_text(f'{{"name": "own", "costs": {costs}}}'.replace("'", '"').replace("False", "false"))
+        assert plan_prefill([100], profile=str(file), **LAYER).profile.launch_s == seconds
+
+
+def test_the_oldest_are_forgotten() -> None:
+    made = []
+
+    def plan(lengths: list[int]) -> list[int]:
+        made.append(lengths)
+        return [*lengths]
+
+    remembered = known(plan, most=3)
+    for n in (1, 2, 3, 1, 4, 1, 2):
+        assert remembered([n]) == [n]
+    assert made == [[1], [2], [3], [4], [1], [2]]
+    for middle in range(9):  # of batches that differ inside alone, too
+        remembered([7, middle, 8, 9])
+    count = len(made)
+    assert remembered([7, 8, 8, 9]) == [7, 8, 8, 9] and len(made) == count
+    assert remembered([7, 0, 8, 9]) == [7, 0, 8, 9] and len(made) == count + 1
+
+
+def test_a_plan_is_one_and_the_same_type() -> None:
+    assert isinstance(plan_prefill((5,), **LAYER), PrefillPlan)
+    assert plan_prefill.__doc__ and plan_prefill.__name__ == "plan_prefill"
