@@ -43,11 +43,17 @@ class TokenInputs:
         return max(self.q.shape[1], self.v.shape[1])
 
     @cached_property
-    def kind(self) -> tuple[Any, ...]:
-        """All that what is prepared for one call must have in common with the next."""
+    def kind(self) -> object:
+        """One for all inputs that what is prepared for one call is good for."""
         q, k, v = self.q, self.k, self.v
         shapes = (q.shape, k.shape, v.shape, q.dtype, q.device, self.gate is None, self.beta is None)
-        return (*shapes, self.gate_space, self.use_qk_l2norm, self.precision)
+        return _kind(*shapes, self.gate_space, self.use_qk_l2norm, self.precision)
+
+
+@lru_cache(maxsize=1024)
+def _kind(*facts: Any) -> object:
+    """To look up by: the facts themselves would be hashed at every look."""
+    return object()
 
 
 @dataclass(eq=False)

@@ -5,6 +5,8 @@ Here are their shapes; a map is encoded when the address is known, see `launch`.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -17,6 +19,7 @@ FLAT = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 TOKEN_BOX, SQUARE_BOX, TRANSITION_BOX, GATE_BOX, KEY_BOX = (64, 128), (64, 64), (128, 128), (1, 256), (1, 64)
 
 
+@lru_cache(maxsize=1024)  # Triton checks a descriptor for longer than a launch takes
 def _tile(
     name: str, rows: int, columns: int, dtype: torch.dtype, box: tuple[int, int], layout: NVMMASharedLayout, offset: int
 ) -> Tile:
