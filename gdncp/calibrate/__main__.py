@@ -1,6 +1,7 @@
 """`python -m gdncp.calibrate`: measure what this machine takes and write a profile for the planner.
 
-    python -m gdncp.calibrate --out profile.json
+    python -m gdncp.calibrate --out profile.json                                        # the stages, on one device
+    torchrun --standalone --nproc-per-node 8 -m gdncp.calibrate --out profile.json      # and the exchanges of ranks
 
 On a GPU stages are timed by replay of CUDA graphs, on a CPU by the clock.  Costs are fitted so that the cost model
 predicts what was measured; a table shows both, and whole calls, which are not fitted.  What is not measured is taken
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,16 @@ from gdncp.argument_parser import Parser
 from gdncp.backends import Backend, get_backend, select_backend
 from gdncp.backends.base import opens
 from gdncp.calibrate import stages
+from gdncp.calibrate.exchanges import costs_to_fit, exchange_measurements, with_nodes
 from gdncp.calibrate.fit import Measurement, fit, median_error
+from gdncp.calibrate.links import SIZES, measure_links
 from gdncp.cli.ranks import Ranks, RunFailure, join
 from gdncp.cli.report import LOG_WIDTH, seconds
 from gdncp.plan import CostProfile, default_profile, find_profile
 
 TOKENS = {"cuda": 32768, "cpu": 2048}
 REPEATS = {"cuda": 11, "cpu": 5}
+LINK_SIZES = {"cuda": SIZES, "cpu": SIZES[:5]}
 HEADS = {"cuda": "16/32 4/8 16/64", "cpu": "2/4 1/8"}
 
 
@@ -75,33 +80,43 @@ def calibrate(args: argparse.Namespace, ranks: Ranks) -> int:
     if not console.is_terminal:
         console.width = LOG_WIDTH
     started = time.perf_counter()
-    device, _, _ = ranks.agree(lambda: ranks.place(args.device))
+    device, group, transport = ranks.agree(lambda: ranks.place(args.device))
     base, backend, effort = ranks.agree(lambda: _prepare(args, device))
-    console.print(f"{_device_name(device)}, backend {backend.name}, {ranks.world_size} ranks", markup=False)
+    where = f"; {ranks.world_size} ranks over {transport}" if group is not None else ""
+    console.print(f"{_device_name(device)}, backend {backend.name}{where}", markup=False)
 
+    # rank 0 alone computes: ranks that share a CPU or a GPU would time each other; and all exchange
+    alone = partial(_stages, device, backend, base, effort)
+    profile, measured, whole = ranks.agree(lambda: alone() if ranks.is_leader else (base, [], []))
+    found = None
+    if group is not None:
+        found = ranks.agree(lambda: measure_links(group, device, LINK_SIZES[device.type]))
+        measured += exchange_measurements(found)
+        profile = with_nodes(profile, ranks.world_size, ranks.local_world_size)
+        names = costs_to_fit(ranks.world_size, ranks.local_world_size)
+        profile = fit(profile, names, exchange_measurements(found))
+    profile = replace(profile, name=args.name or args.out.stem)
+    console.print(measured_table(profile, [*measured, *whole]))
+    console.print(cost_table(base, profile))
     if ranks.is_leader:
-        bench = stages.Bench(device, backend, effort.repeats)
-    # rank 0 alone: ranks that share a CPU or a GPU would time each other
-    measured = ranks.agree(
-        lambda: [bench.time(*case) for case in stages.stage_plans(base, effort)] if ranks.is_leader else []
-    )
-    if ranks.is_leader:
-        profile = replace(fit(base, stages.COSTS, measured), name=args.name or args.out.stem)
-    whole = ranks.agree(
-        lambda: (
-            [bench.time(stages.WHOLE, plan) for plan in stages.whole_plans(profile, effort)] if ranks.is_leader else []
-        )
-    )
-    if ranks.is_leader:
-        console.print(measured_table(profile, [*measured, *whole]))
-        console.print(cost_table(base, profile))
         console.print(
-            f"predictions are off by {median_error(profile, measured):.1%} (median of stages), "
+            f"predictions are off by {median_error(profile, measured):.1%} (median of stages and exchanges), "
             f"{median_error(profile, whole):.1%} (of whole calls); {time.perf_counter() - started:.0f} s"
         )
-    ranks.agree(lambda: _write(args.out, profile, base, device, backend, measured + whole) if ranks.is_leader else None)
+    document = _document(profile, base, device, backend, measured + whole, found)
+    ranks.agree(lambda: _write(args.out, document) if ranks.is_leader else None)
     console.print(f"written: {args.out}", markup=False, soft_wrap=True)
     return 0
+
+
+def _stages(
+    device: torch.device, backend: Backend, base: CostProfile, effort: stages.Effort
+) -> tuple[CostProfile, list[Measurement], list[Measurement]]:
+    """The base with fitted costs of stages; their times; and those of whole calls as that profile plans them."""
+    bench = stages.Bench(device, backend, effort.repeats)
+    measured = [bench.time(stage, plan) for stage, plan in stages.stage_plans(base, effort)]
+    profile = fit(base, stages.COSTS, measured)
+    return profile, measured, [bench.time(stages.WHOLE, plan) for plan in stages.whole_plans(profile, effort)]
 
 
 def _prepare(args: argparse.Namespace, device: torch.device) -> tuple[CostProfile, Backend, stages.Effort]:
@@ -164,23 +179,30 @@ def cost_table(base: CostProfile, profile: CostProfile) -> Table:
     return table
 
 
-def _write(
-    path: Path,
+def _document(
     profile: CostProfile,
     base: CostProfile,
     device: torch.device,
     backend: Backend,
     measurements: Sequence[Measurement],
-) -> None:
+    exchanges: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """What the profile's file holds; all but its name and costs is for people."""
     what = f"{_device_name(device)}, backend {backend.name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     kept = [name for name, value in profile.costs().items() if value == base.costs()[name]]
-    source = {
-        "stages": f"gdncp.calibrate on {what}",
-        "not measured": f"{', '.join(kept)}: those of {base.name}",
+    return {
+        "name": profile.name,
+        "source": {
+            "measured": f"gdncp.calibrate on {what}",
+            "not measured": f"{', '.join(kept)}: those of {base.name}",
+        },
+        "costs": {name: _digits(value) for name, value in profile.costs().items()},
+        "measured and predicted seconds": [[m.what, m.case, m.seconds, m.predict(profile)] for m in measurements],
+        "exchanges": exchanges,
     }
-    rows = [[m.what, m.case, m.seconds, m.predict(profile)] for m in measurements]
-    costs = {name: _digits(value) for name, value in profile.costs().items()}
-    document = {"name": profile.name, "source": source, "costs": costs, "measured and predicted seconds": rows}
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
     try:
         store.write_json(path, document)
     except OSError as error:

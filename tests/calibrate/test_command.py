@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,3 +80,19 @@ def test_files_that_are_no_profiles(text: str, message: str | None, tmp_path: Pa
     with pytest.raises(ValueError, match="profile") as raised:
         plan_prefill([1], profile=str(file), **LAYER)
     assert message in str(raised.value)
+
+
+def test_two_ranks_measure_their_exchanges(tmp_path: Path) -> None:
+    file = tmp_path / "two.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "-m", "gdncp.calibrate", "--out", str(file), *TINY], env=environment, capture_output=True, text=True,
+        timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks over gloo" in done.stdout and "all_to_all" in done.stdout
+    document = json.loads(file.read_text())
+    assert document["exchanges"]["exchanges"]["send_recv"]["eager"]["bytes_per_s"] > 0
+    assert "bytes_per_s" not in document["source"]["not measured"].replace("node_bytes_per_s", "")
+    assert find_profile(file).bytes_per_s != PROFILES["cpu"].bytes_per_s

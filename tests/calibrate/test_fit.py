@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from gdncp.calibrate.exchanges import costs_to_fit, exchange_measurements, with_nodes
 from gdncp.calibrate.fit import Measurement, fit, median_error
 from gdncp.calibrate.stages import COSTS, WHOLE, Effort, measurement, stage_plans, whole_plans
 from gdncp.plan import PROFILES, CostProfile
@@ -57,3 +58,24 @@ def test_no_cost_is_negative_and_what_nothing_tells_stays() -> None:
     found = fit(H200, ("message_s", "bytes_per_s", "collective_s"), times)
     assert found.message_s == 0 and found.collective_s == pytest.approx(H200.collective_s)
     assert 1e6 / 1.5e-5 < found.bytes_per_s < 1e6 / 1e-5
+
+
+@pytest.mark.parametrize("world_size, local_world_size", [(8, 8), (16, 4)])
+def test_costs_of_exchanges_are_found(world_size: int, local_world_size: int) -> None:
+    true = replace(
+        H200, collective_s=7e-6, message_s=4e-6, bytes_per_s=300e9, ranks_per_node=local_world_size,
+        node_message_s=14e-6, node_bytes_per_s=40e9, node_peer_s=2e-6,
+    )  # fmt: skip
+    rows = [{"bytes": 4096 * 4**i, "seconds": 1.0} for i in range(8)]
+    found = {"world_size": world_size, "exchanges": {}}
+    for name in ("all_gather", "all_to_all", "send_recv"):
+        found["exchanges"][name] = {"eager": {"rows": []}, "captured": {"rows": rows}}
+    times = [replace(m, seconds=m.predict(true)) for m in exchange_measurements(found)]
+    names = costs_to_fit(world_size, local_world_size)
+    fitted = fit(with_nodes(H200, world_size, local_world_size), names, times)
+    assert fitted.ranks_per_node == (8 if world_size == local_world_size else local_world_size)
+    # between nodes nothing stays within one: only the sum of a collective's start and a message's tells
+    assert median_error(fitted, times) < 0.01 and max(abs(m.off(fitted)) for m in times) < 0.03
+    if world_size == local_world_size:
+        for name in names:
+            assert getattr(fitted, name) == pytest.approx(getattr(true, name), rel=0.01), name
