@@ -36,7 +36,7 @@ def test_a_variant_is_compiled_once_for_what_calls_differ_in(machine):
     assert machine.compiled == [(call, {"num_warps": 4}) for call in calls]
     addresses = [tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in call) for call in [*calls, *again]]
     assert launched(machine) == [(i % 5, (7, 1, 1), 100, call) for i, call in enumerate(addresses)]
-    machine.device = 1
+    machine.device += 1
     run(7, *calls[0])
     assert len(machine.compiled) == len(calls) + 1 and launched(machine)[-1][2] == 101
 
