@@ -140,7 +140,7 @@ def _build(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
         device,
     )
     return Layout(
-        runs=_runs(share, device) if late or not plan.crosses_ranks else None,
+        runs=_runs(share, device) if plan.fold_span == 1 and (late or not plan.crosses_ranks) else None,
         exchange=chain.rounds_on(plan, rank, device) if plan.crosses_ranks and plan.fixup == "chain" else (),
         has_early=late and any(s.previous is None or s.num_items > 1 for s in share.segments),
         has_late=not late or any(s.previous is not None for s in share.segments),

@@ -288,18 +288,22 @@ def fixup(summary: Summary) -> EntryStates:
         if maps is None:  # a rank may pass nothing on and still receive
             heads, v_dim, k_dim = call.state_shape
             maps = AffineMaps.empty(0, heads, k_dim, v_dim, call.inputs.q.device)
+        composed = None
+        if plan.fold_span > 1:
+            composed = collectives.compose(plan, call.rank, maps, call.backend.fold)
         device, stream = call.inputs.q.device, None
         if plan.finish == "entry_late" and device.type == "cuda":
             stream = _exchange_stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
         with nullcontext() if stream is None else torch.cuda.stream(stream):  # first, so that peers need not wait
-            stats = collectives.state_fixup(plan, call.rank, maps, summary.entry_states, call.backend.fold, call.group)
+            arguments = (plan, call.rank, maps, summary.entry_states, call.backend.fold)
+            stats = collectives.state_fixup(*arguments, call.group, composed)
         if plan.finish == "entry_late":
-            _fold_here(summary)
+            _fold_here(summary, composed)
     return EntryStates(summary, stats, maps, stream)
 
 
-def _fold_here(summary: Summary) -> None:
+def _fold_here(summary: Summary, composed: AffineMaps | None = None) -> None:
     """The entry states that need no exchange: all, or with `entry_late` those of `EarlyTable`."""
     call, maps, runs = summary.call, summary.maps, summary.call.layout.runs
     if maps is None:
@@ -310,7 +314,7 @@ def _fold_here(summary: Summary) -> None:
     elif call.plan is None:
         fold_on_device(call.layout, maps, summary.entry_states, fold)
     else:
-        collectives.fold_here(call.plan, call.rank, maps, summary.entry_states, fold)
+        collectives.fold_here(call.plan, call.rank, maps, summary.entry_states, fold, composed)
 
 
 _EXCHANGE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}

@@ -67,6 +67,7 @@ class PrefillConfig:
     _cp_chunk_len: int | None = MISSING
     ownership: Any = MISSING
     fixup: Fixup = MISSING
+    fold_span: int | None = MISSING
     finish: Finish = MISSING
     lanes_per_rank: int = MISSING
     require_reproducible: bool = MISSING

@@ -6,12 +6,14 @@ Read `fixup.py` first; then `schedule.py` (who sends what, as pure functions of 
 from gdncp.collectives.agreement import agree, agree_or_raise, compare_digest_once
 from gdncp.collectives.final_states import share_final_states
 from gdncp.collectives.fixup import FixupStats, fold_here, state_fixup
+from gdncp.collectives.spans import compose
 
 __all__ = [
     "FixupStats",
     "agree",
     "agree_or_raise",
     "compare_digest_once",
+    "compose",
     "fold_here",
     "share_final_states",
     "state_fixup",

@@ -11,19 +11,20 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from gdncp.plan import PrefillPlan
+from gdncp.plan.layout import num_spans
 
 _CACHE_SIZE = 256  # plans are compared by their digest, so an entry cannot go stale
 
 
 class Link(NamedTuple):
-    """A segment as its route sees it."""
+    """A segment as its route sees it.  With `plan.fold_span` > 1 rows and maps are of spans, else of CP chunks."""
 
     sequence: int
     depth: int  # its place among the segments of its sequence
     rank: int
     item: int  # first entry-state row on its rank; the segment's rows follow each other
     row: int  # first map row on its rank; likewise
-    num_maps: int  # one per CP chunk that passes a state on
+    num_maps: int  # one per span or CP chunk that passes a state on
     previous_rank: int | None  # who hands it its entry state; None: it starts the sequence
     next_rank: int | None  # whom it hands its exit state; None: it ends the sequence
 
@@ -39,21 +40,23 @@ Route = tuple[Link, ...]
 def all_routes(plan: PrefillPlan) -> tuple[Route, ...]:
     """Every sequence's links, sequences in order."""
     routes: list[list[Link]] = [[] for _ in plan.seq_lens]
-    next_row = [0] * plan.world_size
+    next_item, next_row = [0] * plan.world_size, [0] * plan.world_size
     for segment in plan.segments:
-        num_maps = segment.num_items - (segment.next is None)
+        num_items = num_spans(segment, plan.fold_span)
+        num_maps = num_items - (segment.next is None)
         routes[segment.sequence].append(
             Link(
                 sequence=segment.sequence,
                 depth=len(routes[segment.sequence]),
                 rank=segment.rank,
-                item=segment.first_item,
+                item=next_item[segment.rank],
                 row=next_row[segment.rank],
                 num_maps=num_maps,
                 previous_rank=None if segment.previous is None else plan.segments[segment.previous].rank,
                 next_rank=None if segment.next is None else plan.segments[segment.next].rank,
             )
         )
+        next_item[segment.rank] += num_items
         next_row[segment.rank] += num_maps
     return tuple(map(tuple, routes))
 

@@ -40,6 +40,7 @@ def parser() -> Parser:
     p.add_argument("--first-cp-chunk-len", type=int, help="of each sequence's first CP chunk; default: no other")
     p.add_argument("--lanes-per-rank", type=int, default=1)
     p.add_argument("--fixup", default="auto", help="auto, chain, all_gather, head_sharded or tree")
+    p.add_argument("--fold-span", type=int, help="CP chunks whose maps are composed to one; default: chosen, or 1")
     p.add_argument("--finish", default="auto", help="auto, entry_first or entry_late")
     p.add_argument(
         "--profile", default="cpu", help=f"costs to choose and predict by: {', '.join(PROFILES)}, or a .json file"
@@ -85,6 +86,7 @@ def _plan(args: argparse.Namespace) -> PrefillPlan:
         first_cp_chunk_len=args.first_cp_chunk_len,
         checkpoint_every_n_tokens=args.checkpoint_every_n_tokens,
         fixup=args.fixup,
+        fold_span=args.fold_span,
         finish=args.finish,
         lanes_per_rank=args.lanes_per_rank,
         head_half_lives=_half_lives(args.head_half_lives, max(num_q_heads, num_v_heads)),

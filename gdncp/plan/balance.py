@@ -37,8 +37,10 @@ class Balance:
         grid: Grid,
         model: StageModel,
         fixup_seconds: Callable[[cost.FixupLoad], float] | None,  # None: an exchange costs nothing
+        points: Grid | None = None,  # of the grid's, where cuts may be; None: all
     ) -> None:
         self._starts, self._world_size, self._grid, self._model = seq_starts, world_size, grid, model
+        self._points = points or grid
         self._fixup_seconds = fixup_seconds or (lambda load: 0.0)
         self._exact = len(seq_starts) - 1 <= FEW
         self._totals: dict[tuple[int, ...], float] = {}
@@ -112,8 +114,8 @@ class Balance:
         """The grid point nearest to a token; of two the lower one."""
         sequence = self._sequence(token)
         start, stop = self._starts[sequence], self._starts[sequence + 1]
-        cell = self._grid.cell(token - start)
-        low, high = start + self._grid.start(cell), min(start + self._grid.start(cell + 1), stop)
+        cell = self._points.cell(token - start)
+        low, high = start + self._points.start(cell), min(start + self._points.start(cell + 1), stop)
         return low if token - low <= high - token else high
 
     def _snapped(self, near: float) -> Cuts:
@@ -135,20 +137,20 @@ class Balance:
     def _inside(self, sequence: int, work: float) -> int:
         """The grid point of a sequence that has nearest to so much work before it."""
         start, stop = self._starts[sequence], self._starts[sequence + 1]
-        low, high = 0, self._grid.count(stop - start)  # the work before cell `low` is at most `work`
+        low, high = 0, self._points.count(stop - start)  # the work before cell `low` is at most `work`
         while high - low > 1:
             middle = (low + high) // 2
-            if sum(self._work(start, start + self._grid.start(middle))) <= work:
+            if sum(self._work(start, start + self._points.start(middle))) <= work:
                 low = middle
             else:
                 high = middle
-        below, above = (min(start + self._grid.start(cell), stop) for cell in (low, high))
+        below, above = (min(start + self._points.start(cell), stop) for cell in (low, high))
         lower, upper = (sum(self._work(start, cut)) for cut in (below, above))
         return below if work - lower <= upper - work else above
 
     def _all(self) -> list[Cuts]:
         """Every way to cut, or nothing where that is too many."""
-        starts, grid, inner = self._starts, self._grid, self._world_size - 1
+        starts, grid, inner = self._starts, self._points, self._world_size - 1
         counts = [grid.count(stop - start) for start, stop in pairwise(starts)]
         if math.comb(sum(counts) + inner, inner) > _MOST_TRIED:
             return []
@@ -170,8 +172,8 @@ class Balance:
                 return self._starts[here]
         sequence = self._sequence(cut if step > 0 else cut - 1)
         start, stop = self._starts[sequence], self._starts[sequence + 1]
-        cell = self._grid.cell(cut - start) + 1 if step > 0 else self._grid.cell(cut - 1 - start)
-        return min(start + self._grid.start(cell), stop)
+        cell = self._points.cell(cut - start) + 1 if step > 0 else self._points.cell(cut - 1 - start)
+        return min(start + self._points.start(cell), stop)
 
     # ---- moving them
 

@@ -49,6 +49,17 @@ def choose_plan(usual: PrefillPlan, other: PrefillPlan, gates: Sequence[Sequence
     return other if other_behind < (1 - _GAIN) * behind else usual
 
 
+def choose_span(
+    flat: PrefillPlan, with_span: Callable[[int], PrefillPlan], gates: Sequence[Sequence[float] | None]
+) -> PrefillPlan:
+    """The plan with composed maps, of as many CP chunks as it gains most by; or without."""
+    best, span = flat, 2
+    while span <= flat.pieces.num_items.max():
+        best = choose_plan(best, with_span(span), gates)
+        span *= 2
+    return best
+
+
 def crossing_seconds(profile: CostProfile, fixup: str, require_reproducible: bool) -> Callable[[cost.FixupLoad], float]:
     """What a fixup that crosses ranks takes, by the strategy asked for."""
 

@@ -91,7 +91,10 @@ class Segments:
     off_grid: npt.NDArray[np.bool_]  # it goes on elsewhere, and is cut off its sequence's grid
 
     @classmethod
-    def build(cls, seq_starts: Sequence[int], runs: Runs, world_size: int, grid: Grid) -> Segments:
+    def build(
+        cls, seq_starts: Sequence[int], runs: Runs, world_size: int, grid: Grid, points: Grid | None = None
+    ) -> Segments:
+        """points: of the grid's, where ownership may cut; None: all."""
         starts = np.array(seq_starts, dtype=np.int64)
         seq_start, seq_stop = starts[:-1], starts[1:]
         filled = np.flatnonzero(seq_start < seq_stop)
@@ -111,7 +114,8 @@ class Segments:
         first_cell = grid.cells(start - begin)
         num_items = np.where(start < stop, grid.cells(stop - 1 - begin) - first_cell, 0) + 1
         is_last = stop == seq_stop[sequence]
-        off_grid = ~is_last & (grid.starts(grid.cells(stop - begin)) != stop - begin)
+        points = points or grid
+        off_grid = ~is_last & (points.starts(points.cells(stop - begin)) != stop - begin)
         return cls(sequence, rank, start, stop, num_items, start == begin, is_last, off_grid)
 
     def __len__(self) -> int:
@@ -130,6 +134,11 @@ class Segments:
         with _no_collection():
             fields = [*(c.tolist() for c in columns), *links, *(c.tolist() for c in rest)]
             return tuple(map(Segment._make, zip(*fields, strict=True)))
+
+    def num_spans(self, fold_span: int) -> Ints:
+        """Spans that its CP chunks are in."""
+        first = self._first_ordinal
+        return (first + self.num_items - 1) // fold_span - first // fold_span + 1
 
     @cached_property
     def first_chunk(self) -> Ints:

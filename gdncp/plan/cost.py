@@ -12,6 +12,7 @@ import numpy as np
 
 from gdncp.plan.checks import CHUNK
 from gdncp.plan.columns import Segments
+from gdncp.plan.layout import num_spans
 from gdncp.plan.overlap import prefill_beside
 from gdncp.plan.profiles import CostProfile
 from gdncp.plan.stage_model import Kind
@@ -36,6 +37,8 @@ class FixupLoad(NamedTuple):
     states_per_rank: int  # sequences that go on elsewhere, on the rank that has most
     num_heads: int
     head_dim: int
+    fold_span: int = 1  # where it is more, maps and depth above are of spans
+    cp_chunks_per_rank: int = 0  # and so many of these are in the spans of the rank that has most
 
     @property
     def state_bytes(self) -> int:
@@ -46,13 +49,16 @@ class FixupLoad(NamedTuple):
         return 2 * self.state_bytes  # (M, N) with K = V
 
 
-def fixup_load(pieces: Segments, world_size: int, num_heads: int, head_dim: int) -> FixupLoad:
+def fixup_load(pieces: Segments, world_size: int, num_heads: int, head_dim: int, fold_span: int = 1) -> FixupLoad:
     goes_on = ~pieces.is_last
     hops = np.bincount(pieces.sequence[goes_on]) if goes_on.any() else np.zeros(1, dtype=np.int64)
-    items = np.bincount(pieces.sequence, weights=pieces.num_items)
+    num_spans = pieces.num_spans(fold_span)
+    items = np.bincount(pieces.sequence, weights=num_spans)
     crossing = np.flatnonzero(hops)
-    ranks, handed_on = pieces.rank[goes_on], pieces.num_items[goes_on]
+    ranks, handed_on = pieces.rank[goes_on], num_spans[goes_on]
     maps_of = np.bincount(ranks, weights=handed_on, minlength=world_size)
+    takes_part = goes_on | ~pieces.is_first
+    cp_chunks_of = np.bincount(pieces.rank[takes_part], weights=pieces.num_items[takes_part], minlength=world_size)
     return FixupLoad(
         world_size,
         num_hops=int(hops.max()),
@@ -62,6 +68,8 @@ def fixup_load(pieces: Segments, world_size: int, num_heads: int, head_dim: int)
         states_per_rank=int(np.bincount(ranks, minlength=world_size).max()),
         num_heads=num_heads,
         head_dim=head_dim,
+        fold_span=fold_span,
+        cp_chunks_per_rank=int(cp_chunks_of.max()),
     )
 
 
@@ -116,7 +124,13 @@ def fixup_seconds(profile: CostProfile, load: FixupLoad) -> dict[str, float]:
         + rounds * fold(1, 2 * load.states_per_rank)
         + (load.maps_per_rank - 1) * fold(2, 3)  # within a rank: composing, then folding through
     )
-    return {"chain": chain, "all_gather": all_gather, "head_sharded": head_sharded, "tree": tree}
+    # spans: maps are composed, each two folds, and in the end folded one by one again
+    inside = 0.0
+    if load.fold_span > 1:
+        depth, count = min(load.fold_span, load.cp_chunks_per_rank) - 1, load.cp_chunks_per_rank
+        inside = fold(depth, 2 * count) + fold(depth, count)
+    seconds = {"chain": chain, "all_gather": all_gather, "head_sharded": head_sharded, "tree": tree}
+    return {strategy: value + inside for strategy, value in seconds.items()}
 
 
 # ---- the whole plan
@@ -131,8 +145,8 @@ def fixup_bytes(plan: PrefillPlan) -> tuple[int, ...]:
         arrivals[segment.rank] += segment.previous is not None
         if segment.next is not None:
             handed_on[segment.rank] += 1
-            # a transition and a local state per CP chunk; of a sequence's first, the local state alone
-            shipped[segment.rank] += 2 * segment.num_items - (segment.previous is None)
+            # a transition and a local state per CP chunk or span; of a sequence's first, the local state alone
+            shipped[segment.rank] += 2 * num_spans(segment, plan.fold_span) - (segment.previous is None)
     if plan.fixup == "chain":
         return tuple(n * state for n in handed_on)
     if plan.fixup == "all_gather":

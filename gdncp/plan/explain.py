@@ -79,7 +79,8 @@ def _fixup(plan: PrefillPlan) -> str:
     why = "as asked" if plan.fixup_requested != "auto" else "the cheapest"
     if plan.fixup_requested == "auto" and (plan.require_reproducible or plan.fixup != seconds[0][0]):
         why = "the cheapest that is reproducible"
-    return f"{plan.fixup}, {why} ({guesses}); {_bytes(sum(plan.fixup_bytes))} sent in all"
+    spans = f" over spans of {plan.fold_span} CP chunks" if plan.fold_span > 1 else ""
+    return f"{plan.fixup}{spans}, {why} ({guesses}); {_bytes(sum(plan.fixup_bytes))} sent in all"
 
 
 def _finish(plan: PrefillPlan) -> str:
@@ -114,7 +115,8 @@ def _bits(plan: PrefillPlan) -> str:
     if plan.off_grid_cuts:
         cuts = ", ".join(f"{token:,}" for token in plan.off_grid_cuts[:4])
         more = ", ..." if len(plan.off_grid_cuts) > 4 else ""
-        reasons.append(f"ownership cuts CP chunks at {'tokens' if more or ',' in cuts else 'token'} {cuts}{more}")
+        what = "CP chunks" if plan.fold_span == 1 else f"spans of {plan.fold_span} CP chunks"
+        reasons.append(f"ownership cuts {what} at {'tokens' if more or ',' in cuts else 'token'} {cuts}{more}")
     if plan.fixup == "tree":
         reasons.append("tree associates maps by rank")
     return f"not reproducible: {'; '.join(reasons)}"

@@ -45,6 +45,21 @@ class Grid(NamedTuple):
         """`start` of each."""
         return np.where(cells > 0, self.first + (cells - 1) * self.length, 0)
 
+    def span(self, fold_span: int) -> Grid:
+        """Spans of so many cells."""
+        return Grid(self.first + (fold_span - 1) * self.length, fold_span * self.length)
+
+
+def span_bounds(segment: Segment, fold_span: int) -> list[tuple[int, int]]:
+    """The spans of a segment as (first, end) of its CP chunks; spans are counted from the sequence's start."""
+    to_next = fold_span - segment.first_ordinal % fold_span
+    bounds = [0, *range(to_next, segment.num_items, fold_span), segment.num_items]
+    return list(pairwise(bounds))
+
+
+def num_spans(segment: Segment, fold_span: int) -> int:
+    return (segment.first_ordinal + segment.num_items - 1) // fold_span - segment.first_ordinal // fold_span + 1
+
 
 def sequence_starts(seq_lens: Sequence[int]) -> tuple[int, ...]:
     """First global token of each sequence, then the number of tokens."""

@@ -30,6 +30,7 @@ def plan_prefill(
     checkpoint_positions: Sequence[Sequence[int]] | None = None,
     opens: bool | None = None,
     fixup: str = "auto",
+    fold_span: int | None = None,
     finish: str = "auto",
     lanes_per_rank: int = 1,
     head_half_lives: Sequence[float] | None = None,
@@ -58,6 +59,9 @@ def plan_prefill(
             decides about the bits of states. None: True, or what is faster where the CP chunk length is chosen.
         fixup: "chain", "all_gather", "head_sharded", "tree", or "auto": the cheapest by the cost model, "tree" only
             where it is so by a tenth. Where no sequence crosses ranks it is "local".
+        fold_span: the maps of so many CP chunks, counted from a sequence's start, are composed to one before a fixup
+            folds along the sequence, and ownership is cut there. It decides about the bits of states, as a function of
+            the grid alone. 1: none are. None: 1, or what is faster where the CP chunk length is chosen.
         finish: whether stage 4 waits for the exchange as a whole: "entry_first"; or, "entry_late", only where an entry
             state depends on it, head by head, while the rest runs beside it.  Same bits.  "auto": by predicted time.
             Where no sequence crosses ranks it is "entry_first".
@@ -89,6 +93,8 @@ def plan_prefill(
         head_half_lives = checks.half_lives(head_half_lives, max(heads))
     if forget_below is not None:
         forget_below = checks.forget_bound(forget_below)
+    if fold_span is not None:
+        fold_span = checks.integer("fold_span", fold_span, 1, "a positive int or None")
     if opens is not None and not isinstance(opens, bool):
         raise ValueError(f"opens must be True, False or None, got {opens!r}")
     profile = find_profile(profile)
@@ -106,24 +112,25 @@ def plan_prefill(
         costs = replace(profile, opens=profile.opens and opens)
         return StageModel(costs, max(heads), heads[1], head_dim, half_lives, forget_below)
 
-    def own(grid: layout.Grid, requested: int | None, opens: bool) -> Runs:
+    def own(grid: layout.Grid, spans: layout.Grid, requested: int | None, opens: bool) -> Runs:
         if ownership == "contiguous":
             # whether an exchange pays is asked where the grid is ours to choose; else ranks share what was asked for
             crossing = None if requested else choose.crossing_seconds(profile, fixup, require_reproducible)
-            cuts = Balance(seq_starts, world_size, grid, model(opens, head_half_lives), crossing).cuts()
+            cuts = Balance(seq_starts, world_size, grid, model(opens, head_half_lives), crossing, spans).cuts()
             return contiguous_runs(cuts)
         if ownership == "zigzag":
-            return zigzag_runs(seq_starts, world_size, grid)
+            return zigzag_runs(seq_starts, world_size, spans)
         assert not isinstance(ownership, str)
         return explicit_runs(ownership)
 
-    def on_grid(grid: layout.Grid, requested: int | None, opens: bool) -> PrefillPlan:
-        runs = own(grid, requested, opens)
-        pieces = Segments.build(seq_starts, runs, world_size, grid)
+    def on_grid(grid: layout.Grid, requested: int | None, opens: bool, fold_span: int = fold_span or 1) -> PrefillPlan:
+        spans = grid.span(fold_span)
+        runs = own(grid, spans, requested, opens)
+        pieces = Segments.build(seq_starts, runs, world_size, grid, spans)
         if pieces.is_last.all():
             resolved = "local"
         elif fixup == "auto":
-            load = cost.fixup_load(pieces, world_size, max(heads), head_dim)
+            load = cost.fixup_load(pieces, world_size, max(heads), head_dim, fold_span)
             resolved = choose.choose_fixup(load, profile, require_reproducible)
         else:
             resolved = fixup
@@ -143,6 +150,7 @@ def plan_prefill(
             opens=opens,
             fixup=resolved,
             fixup_requested=fixup,
+            fold_span=fold_span,
             finish="entry_first",
             finish_requested=finish,
             lanes_per_rank=lanes,
@@ -188,7 +196,10 @@ def plan_prefill(
             fixup=fixup,
             require_reproducible=require_reproducible,
         )
-        return on_grid(grid, None, opens)
+        plan = on_grid(grid, None, opens)
+        if fold_span is None and plan.crosses_ranks and not require_reproducible:
+            plan = choose.choose_span(plan, lambda span: on_grid(grid, None, opens, span), gates)
+        return plan
 
     if opens is not None:
         return finished(chosen(opens))

@@ -39,6 +39,7 @@ class PrefillPlan:
     opens: bool  # stage 2's launch also runs stage 4 of first CP chunks, on backends that can
     fixup: str  # resolved: "local" where nothing crosses ranks
     fixup_requested: str
+    fold_span: int  # CP chunks whose maps are composed to one before a fixup folds along sequences; 1: none are
     finish: str  # resolved: "entry_first" or "entry_late"
     finish_requested: str
     lanes_per_rank: int
@@ -164,7 +165,7 @@ class PrefillPlan:
 
     @cached_property
     def off_grid_cuts(self) -> tuple[int, ...]:
-        """Global tokens at which ownership cuts a sequence off its CP chunk grid."""
+        """Global tokens at which ownership cuts a sequence off its grid of CP chunks, or of spans."""
         return tuple(self.pieces.stop[self.pieces.off_grid].tolist())
 
     @property
@@ -186,6 +187,7 @@ class PrefillPlan:
             self.checkpoint_positions,
             *(() if self.opens else ("apart",)),
             self.fixup,
+            *(() if self.fold_span == 1 else ("spans", self.fold_span)),
             self.finish,
             self.lanes_per_rank,
             self.head_half_lives,
@@ -213,7 +215,7 @@ class PrefillPlan:
     @cached_property
     def fixup_seconds(self) -> Mapping[str, float]:
         """Fixup strategy -> predicted seconds; empty where nothing crosses ranks."""
-        load = cost.fixup_load(self.pieces, self.world_size, self.num_state_heads, self.head_dim)
+        load = cost.fixup_load(self.pieces, self.world_size, self.num_state_heads, self.head_dim, self.fold_span)
         return cost.fixup_seconds(self.profile, load) if load.num_hops else {}
 
     @cached_property

@@ -143,6 +143,7 @@ class Cases:
             world_size=gpus,
             ownership=ownership,
             fixup=fixup,
+            fold_span=1,
             finish="entry_first",
             head_half_lives=given,
             **layer,

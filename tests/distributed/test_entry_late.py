@@ -115,9 +115,9 @@ def test_nccl_ranks_eager_and_captured(target):
 # ---- what waits, and what does not
 
 
-def _without_exchange(rank: int, name: str, gates: str, backend: str, looks: bool) -> tuple[int, int]:
+def _without_exchange(rank: int, name: str, gates: str, backend: str, looks: bool, span: int = 1) -> tuple[int, int]:
     """Runs with an exchange that brings NaN; how many (CP chunk, head) pairs did not depend on it, and how many did."""
-    plan = late_plan(name, 3, "contiguous", 32, fixup="all_gather")
+    plan = late_plan(name, 3, "contiguous", 32, fixup="all_gather", fold_span=span)
     _, tokens, initial = batch(name, gates, torch.float32, plan.head_dim)
     own = {n: torch.cat([x[a:b] for a, b in plan.token_ranges(rank)]) for n, x in tokens.items()}
     heads, dim, rows = max(HEADS), plan.head_dim, len(plan.checkpoint_rows(rank))
@@ -126,7 +126,7 @@ def _without_exchange(rank: int, name: str, gates: str, backend: str, looks: boo
     after_first: list[torch.Tensor] = []  # of two launches of stage 4: what the first has written
     checkpoints, output = torch.full((rows, heads, dim, dim), 7.0), torch.full_like(expected.output, 7.0)
 
-    def brings_nan(plan, rank, maps, entry_states, fold, group):
+    def brings_nan(plan, rank, maps, entry_states, fold, group, composed):
         for item, chunk in enumerate(plan.rank_plan(rank).items):
             if not chunk.is_first:
                 entry_states[item] = torch.nan
@@ -182,10 +182,11 @@ def test_only_pairs_that_depend_on_the_exchange_wait_for_it(backend, looks):
         assert waits == known + 2
 
 
+@pytest.mark.parametrize("span", [1, 4])
 @pytest.mark.parametrize("name", BATCHES)
-def test_where_every_head_forgets_only_first_cp_chunks_wait(name):
-    plan = late_plan(name, 3, "contiguous", 32, fixup="all_gather")
-    for rank, (known, waits) in enumerate(run_ranks(_without_exchange, 3, name, "strong", "torch", True)):
+def test_where_every_head_forgets_only_first_cp_chunks_wait(name, span):
+    plan = late_plan(name, 3, "contiguous", 32, fixup="all_gather", fold_span=span)
+    for rank, (known, waits) in enumerate(run_ranks(_without_exchange, 3, name, "strong", "torch", True, span)):
         arrivals = sum(segment.previous is not None for segment in plan.rank_plan(rank).segments)
         assert waits == arrivals * max(HEADS)
         assert known == (len(plan.rank_plan(rank).items) - arrivals) * max(HEADS)

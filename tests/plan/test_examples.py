@@ -178,6 +178,7 @@ def test_ranks_and_sequences_outside_the_plan(rank: int) -> None:
         {"checkpoint_positions": [[5]]},
         {"fixup": "all_gather"},
         {"finish": "entry_late"},
+        {"fold_span": 2},
         {"lanes_per_rank": 2},
         {"head_half_lives": [8.0] * 4},
         {"forget_below": 0},

@@ -94,6 +94,7 @@ def is_whole(call: Call) -> bool:
     return (
         plan is not None
         and not plan.crosses_ranks
+        and plan.fold_span == 1
         and len(layout.tables) == 1
         and layout.num_items > 0
         and call.inputs.q.shape[0] > 0
