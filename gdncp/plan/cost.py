@@ -124,11 +124,12 @@ def fixup_seconds(profile: CostProfile, load: FixupLoad) -> dict[str, float]:
         + rounds * fold(1, 2 * load.states_per_rank)
         + (load.maps_per_rank - 1) * fold(2, 3)  # within a rank: composing, then folding through
     )
-    # spans: maps are composed, each two folds, and in the end folded one by one again
+    # spans: maps are composed, each two folds, and in the end folded one by one again; both many spans at a time, which
+    # takes three copies more a step
     inside = 0.0
     if load.fold_span > 1:
         depth, count = min(load.fold_span, load.cp_chunks_per_rank) - 1, load.cp_chunks_per_rank
-        inside = fold(depth, 2 * count) + fold(depth, count)
+        inside = fold(4 * depth, 2 * count) + fold(4 * depth, count)
     seconds = {"chain": chain, "all_gather": all_gather, "head_sharded": head_sharded, "tree": tree}
     return {strategy: value + inside for strategy, value in seconds.items()}
 

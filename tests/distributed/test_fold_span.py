@@ -99,8 +99,8 @@ def test_one_composed_map_travels_per_span():
 
 def test_the_planner_composes_where_that_gains():
     layer = {"num_q_heads": 16, "num_k_heads": 16, "num_v_heads": 32, "profile": "h200", "fixup": "chain"}
-    plan = gdncp.plan_prefill([1 << 20], world_size=8, **layer)
-    flat = gdncp.plan_prefill([1 << 20], world_size=8, cp_chunk_len=plan.cp_chunk_len, **layer)
+    plan = gdncp.plan_prefill([1 << 17], world_size=8, **layer)
+    flat = gdncp.plan_prefill([1 << 17], world_size=8, cp_chunk_len=plan.cp_chunk_len, **layer)
     assert plan.fold_span > 1 == flat.fold_span
     assert plan.fixup_seconds["chain"] < flat.fixup_seconds["chain"]
-    assert gdncp.plan_prefill([1 << 20], world_size=8, require_reproducible=True, **layer).fold_span == 1
+    assert gdncp.plan_prefill([1 << 17], world_size=8, require_reproducible=True, **layer).fold_span == 1
