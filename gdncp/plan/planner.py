@@ -163,6 +163,10 @@ def plan_prefill(
         )
 
     def finished(plan: PrefillPlan) -> PrefillPlan:
+        is_free = cp_chunk_len is None and not require_reproducible and isinstance(ownership, str)
+        if is_free and fold_span is None and plan.crosses_ranks:
+            grid, opens = plan.grid, plan.opens
+            plan = choose.choose_span(plan, lambda span: on_grid(grid, None, opens, span), gates)
         if finish == "entry_first" or not plan.crosses_ranks:
             return plan
         late = replace(plan, finish="entry_late")
@@ -172,7 +176,7 @@ def plan_prefill(
         if profile.workers == 1 or world_size <= len(lengths) / 2:
             return plan
         plan = choose.choose_plan(plan, late, gates)
-        if cp_chunk_len is None and not require_reproducible and isinstance(ownership, str):
+        if is_free:
             for length in choose.finer(late):  # less waits for the exchange
                 late = on_grid(layout.Grid(length, length), None, plan.opens)
                 plan = choose.choose_plan(plan, replace(late, finish="entry_late"), gates)
@@ -196,10 +200,7 @@ def plan_prefill(
             fixup=fixup,
             require_reproducible=require_reproducible,
         )
-        plan = on_grid(grid, None, opens)
-        if fold_span is None and plan.crosses_ranks and not require_reproducible:
-            plan = choose.choose_span(plan, lambda span: on_grid(grid, None, opens, span), gates)
-        return plan
+        return on_grid(grid, None, opens)
 
     if opens is not None:
         return finished(chosen(opens))
