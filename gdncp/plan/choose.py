@@ -34,6 +34,11 @@ def typical_half_lives(num_heads: int) -> list[float]:
     return [4.0 * 4096 ** (head / max(num_heads - 1, 1)) for head in range(num_heads)]
 
 
+def fresh_half_lives(num_heads: int) -> list[float]:
+    """A few tokens, as where layers are initialised: no head remembers a CP chunk."""
+    return [8.0] * num_heads
+
+
 def choose_fixup(load: cost.FixupLoad, profile: CostProfile, require_reproducible: bool) -> str:
     """The cheapest strategy.  A tree, which associates maps by rank and so ties bits to ranks, has to win clearly."""
     seconds = cost.fixup_seconds(profile, load)

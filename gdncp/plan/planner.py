@@ -206,7 +206,9 @@ def plan_prefill(
         return finished(chosen(opens))
     plan = chosen(True)
     if profile.opens and not require_reproducible and _may_not_open(lengths, world_size, head_half_lives):
-        plan = choose.choose_plan(plan, chosen(False), gates)
+        # where every head forgets at once, as in a fresh layer, an opening rank keeps the others waiting longest
+        fresh = [] if len(gates) == 1 else [choose.fresh_half_lives(max(heads))]
+        plan = choose.choose_plan(plan, chosen(False), [*gates, *fresh])
     return finished(plan)
 
 
