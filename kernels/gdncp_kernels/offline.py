@@ -93,11 +93,8 @@ def compiling_only(arch: int, note: Callable[[str, Any], None], only: str | None
             raise NotCompiled
         return SimpleNamespace(
             tensor_maps=binary.metadata.tensordesc_meta,
-            device=arch,
-            current_stream=lambda _: 0,
-            arguments=lambda _: (),
+            arguments=lambda *_: (),
             launch=lambda *_: None,
-            enqueue=lambda *_: None,
         )
 
     previous = driver._active

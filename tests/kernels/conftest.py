@@ -35,7 +35,9 @@ def compiled_kernel(machine, number, num_maps):
 def machine(monkeypatch, request):
     """`compiled`: arguments and options; `launched`: variant and what Triton's launcher in C got; `encoded`: maps."""
     # a device that no machine has: variants are kept by launcher and device, and tests on a GPU may follow
-    m = SimpleNamespace(device=1000, triton=request.param, compiled=[], launched=[], encoded=[], late=False)
+    m = SimpleNamespace(
+        device=1000, stream=-900, triton=request.param, compiled=[], launched=[], encoded=[], late=False
+    )
 
     def run(kernel, *arguments, grid, warmup, **options):
         assert warmup
@@ -55,7 +57,7 @@ def machine(monkeypatch, request):
     utils = SimpleNamespace(launch=lambda *all_: m.one_launcher(*all_), **{name: fill})
     monkeypatch.setattr(JITFunction, "run", run)
     active = SimpleNamespace(
-        get_current_device=lambda: m.device, get_current_stream=lambda device: device - 900, utils=utils
+        get_current_device=lambda: m.device, get_current_stream=lambda device: device + m.stream, utils=utils
     )
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
     return m

@@ -78,6 +78,14 @@ def test_what_changes_goes_where_it_belongs(machine):
     assert machine.encoded == [(a, 3, 2, 9, (64, 64), (96, 256), (256, 1), 0) for a in (4096, 8192)]  # each once
 
 
+def test_the_stream_is_the_current_one_of_each_launch(machine):
+    run, values = prepared(), (0.5, 4096, 32, 1024)
+    for stream in (100, 200, 100, 300):
+        machine.stream = stream - machine.device
+        run(*values)
+    assert [stream for _, _, stream, _ in launched(machine)] == [100, 200, 100, 300]
+
+
 def test_what_is_kept_of_earlier_launches_is_bounded_and_theirs(machine, monkeypatch):
     monkeypatch.setattr(launch, "_MOST_FILLED", 3)
     run, base = prepared(), (0.5, 4096, 32, 1024)

@@ -74,8 +74,10 @@ class Launcher:
         if not self.jitted:
             self.kernel[(num_programs,)](*arguments, **self.options)
             return
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
         values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
-        self.variant(arguments).enqueue(num_programs, values)
+        variant = self.variant(arguments)
+        variant.launch(*variant.arguments(num_programs, stream, values))
 
     def variant(self, arguments: Sequence[Any]) -> _Variant:
         """The variant for such arguments, in order, on the current device; compiled, or loaded, once."""
@@ -155,21 +157,20 @@ class Launches:
     def __init__(self, changing: Sequence[str], *launches: Launch, **fixed: Any):
         """`fixed`: values that do not change, by name."""
         self._changing, self._launches, self._fixed = tuple(changing), launches, fixed
+        self._device, self._current_stream = driver.active.get_current_device(), driver.active.get_current_stream
         # allocators hand out the same memory again and again
         self._filled = lru_cache(maxsize=_MOST_FILLED)(self._fill)
 
     def __call__(self, *changing: Any) -> None:
-        hooked = knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
-        for variant, num_programs, values, arguments in self._filled(*changing):
-            if hooked:
-                variant.enqueue(num_programs, values)
-            else:
-                variant.launch(num_programs, 1, 1, variant.current_stream(variant.device), *arguments)
+        fill = self._fill if _hooked() else self._filled
+        for launch, arguments in fill(self._current_stream(self._device), *changing):
+            launch(*arguments)
 
-    def _fill(self, *changing: Any) -> list[tuple[_Variant, int, list[Any], tuple[Any, ...]]]:
+    def _fill(self, stream: int, *changing: Any) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
+        """Triton's launcher for each kernel, and all its arguments."""
         by_name = {**self._fixed, **dict(zip(self._changing, changing, strict=True))}
         filled = [(launch.num_programs, *launch.fill(by_name)) for launch in self._launches]
-        return [(variant, count, values, variant.arguments(values)) for count, variant, values in filled]
+        return [(variant.launch, variant.arguments(count, stream, values)) for count, variant, values in filled]
 
 
 class _Variant:
@@ -180,7 +181,6 @@ class _Variant:
         run = kernel.run  # loads it
         assert not (run.global_scratch_size or run.profile_scratch_size), "our kernels need no scratch of Triton's"
         self.tensor_maps = getattr(kernel.metadata, "tensordesc_meta", None) or ()
-        self.device, self.current_stream = driver.active.get_current_device(), driver.active.get_current_stream
         flags: tuple[Any, ...] = (kernel.function, run.launch_cooperative_grid, run.launch_pdl)
         self._one_list = hasattr(run, "arg_annotations")
         if self._one_list:  # Triton has one launcher for all kernels, which takes their arguments as a list
@@ -191,16 +191,18 @@ class _Variant:
             self.launch = _unwrapped(run.launch)
             self._flags, self._behind_hooks = (*flags, None, None, kernel.packed_metadata), ()
 
-    def arguments(self, values: list[Any], hooks: tuple[Any, ...] = (None, None, None)) -> tuple[Any, ...]:
-        """Of `launch`, behind grid and stream.  hooks: launch metadata, and a profiler's two."""
-        return (*self._flags, *hooks, *self._behind_hooks, *((values,) if self._one_list else values))
+    def arguments(self, num_programs: int, stream: int, values: list[Any]) -> tuple[Any, ...]:
+        """All of `launch`, a profiler's hooks among them where there are."""
+        grid, hooks = (num_programs, 1, 1), (None, None, None)
+        if _hooked():
+            runtime = knobs.runtime
+            hooks = (self._kernel.launch_metadata(grid, stream), runtime.launch_enter_hook, runtime.launch_exit_hook)
+        return (*grid, stream, *self._flags, *hooks, *self._behind_hooks, *((values,) if self._one_list else values))
 
-    def enqueue(self, num_programs: int, values: list[Any]) -> None:
-        stream, hooks = self.current_stream(self.device), (None, None, None)
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        if enter.calls or leave.calls:
-            hooks = (self._kernel.launch_metadata((num_programs, 1, 1), stream), enter, leave)
-        self.launch(num_programs, 1, 1, stream, *self.arguments(values, hooks))
+
+def _hooked() -> bool:
+    """Whether a profiler wants to see launches."""
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 def _unwrapped(launch: Any) -> Any:
