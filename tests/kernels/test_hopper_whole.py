@@ -5,9 +5,9 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import gdncp
-from gdncp import calls, validation
+from gdncp import calls, stages, validation
 from gdncp.backends import get_backend
-from gdncp_kernels.hopper import launch, precompute_t, recurrence_launches, state_fixup, states
+from gdncp_kernels.hopper import checkpoints, launch, precompute_t, recurrence_launches, state_fixup, states
 from gdncp_kernels.hopper.launch import Launcher, Launches, Number, Pointer, Tile
 from tests.conftest import hopper_only
 from tests.numeric import random_state, random_tokens
@@ -115,6 +115,29 @@ def test_it_launches_what_the_stages_launch(recorded, monkeypatch, call):
     monkeypatch.setattr("gdncp.stages.summarise", None)  # not asked for, unless torch has to do something
     if call[0] != "fp8":
         assert recorded(lambda: gdncp.prefill(plan, **arguments), arguments) == staged
+
+
+ONLY_IN_STAGES = {  # over the plan, over the arguments
+    "composed maps": ({"fold_span": 2}, {}),
+    "lanes": ({"lanes_per_rank": 2}, {}),
+    "checkpoints inside chunks": ({"checkpoint_every_n_tokens": 0, "checkpoint_positions": [[5], [], []]}, {}),
+    "narrow checkpoints": ({}, {"state_checkpoints": torch.zeros(12, H, D, D).half()}),
+    "entry states that are kept": ({}, {"keep_entry": True}),
+    "times": ({}, {"timed": True}),
+    "strided slots": ({}, {"state_pool": random_state(6, H, D), "state_indices": torch.arange(6)[::2]}),
+}
+
+
+@pytest.mark.parametrize("name", ONLY_IN_STAGES)
+def test_where_something_comes_between_the_stages_run(recorded, monkeypatch, name):
+    changes, more = ONLY_IN_STAGES[name]
+    grid = {"cp_chunk_len": 128, "checkpoint_every_n_tokens": 64, **HEADS, **changes}
+    plan, asked, real = gdncp.plan_prefill(LENGTHS["several sequences"], **grid), [], stages.summarise
+    monkeypatch.setattr("gdncp.stages.summarise", lambda call: asked.append(call) or real(call))
+    tokens = random_tokens(830, heads=(1, 1, H), dim=D, dtype=torch.bfloat16)
+    monkeypatch.setattr(checkpoints, "finish", lambda *_: None)  # of the plain kind
+    gdncp.prefill(plan, **tokens, backend="hopper", **more)
+    assert len(asked) == 1
 
 
 def test_what_the_copy_engine_cannot_read_runs_in_stages(recorded):
