@@ -15,12 +15,13 @@ from itertools import accumulate, combinations_with_replacement, pairwise
 from gdncp.plan import cost
 from gdncp.plan.checks import CHUNK
 from gdncp.plan.layout import Grid
-from gdncp.plan.stage_model import Kind, StageModel
+from gdncp.plan.stage_model import Kind, StageModel, kinds_of_run
 
 FEW = 16  # sequences: so many are costed by the schedule of their units, more by the sums of their work
 _NEAR = 0.015  # of a rank's share: a cut so far from a sequence's end moves there
 _MOVES = 64  # of cuts, at most, in search of something better
 _GAIN = 1e-3  # what a move has to gain
+_EVEN = 0.005  # of the mean rank's time, that the slowest one may take longer without a search for something better
 _MOST_REFINED = 16  # ranks
 _MOST_TRIED = 1000  # ways to cut: where there are no more, all are tried
 
@@ -64,9 +65,9 @@ class Balance:
         whole = self._snapped(math.inf)
         found = [self._snapped(_NEAR), whole, self._equal()]
         best = min(found, key=self._order)
-        if self._exact and refined and self._world_size <= _MOST_REFINED:
+        if self._exact and refined and self._world_size <= _MOST_REFINED and not self._even(best):
             better = self._all() or [
-                *(self._improved(cuts, 0.0) for cuts in found),
+                *(self._improved([*cuts], 0.0) for cuts in dict.fromkeys(map(tuple, found))),
                 self._improved(whole, math.inf),
             ]
             best = min([best, *better], key=self._order)
@@ -89,6 +90,12 @@ class Balance:
             else:
                 alone = max(alone, sum(own))
         return max(before + self._fixup_seconds(load) + after, alone) if load.num_hops else alone
+
+    def _even(self, cuts: Cuts) -> bool:
+        """Whether no rank computes much longer than the mean, so that nothing can be gained by other cuts."""
+        each = [self._rank_seconds(start, stop) for start, stop in pairwise(cuts)]
+        slowest = max(before for before, _ in each) + max(after for _, after in each)
+        return slowest * len(each) <= (1 + _EVEN) * sum(map(sum, each))
 
     def _order(self, cuts: Cuts) -> tuple[float, int, int]:
         """Less is better: seconds, to three digits; then sequences that are cut; then how unevenly tokens lie."""
@@ -254,21 +261,8 @@ class Balance:
         return before, after
 
     def _kinds(self, sequence: int, start: int, stop: int) -> list[tuple[Kind, int]]:
-        """The CP chunks of [start, stop), a run of one sequence that begins and ends on the grid."""
-        seq_start, seq_stop = self._starts[sequence], self._starts[sequence + 1]
-        grid = self._grid
-        first, last = grid.cell(start - seq_start), grid.cell(stop - 1 - seq_start)
-        kinds = []
-        if first == 0:
-            size = min(grid.first, stop - seq_start)
-            kinds.append((Kind(_chunks(size), True, last == 0 and stop == seq_stop), 1))
-        middle = last - max(first, 1) + 1
-        if middle and stop == seq_stop:
-            kinds.append((Kind(_chunks(stop - seq_start - grid.start(last)), False, True), 1))
-            middle -= 1
-        if middle:
-            kinds.append((Kind(_chunks(grid.length), False, False), middle))
-        return kinds
+        begin, end = self._starts[sequence], self._starts[sequence + 1]
+        return kinds_of_run(self._grid, start - begin, stop - begin, end - begin)
 
     def _load(self, cuts: Cuts) -> cost.FixupLoad:
         """What crosses: a rank's run can go on elsewhere with its last sequence alone."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _LEAST = 4 * CHUNK  # a shorter CP chunk is not chosen: what the model leaves out (tails, small launches) eats its gain
 _GAIN = 0.03  # nor a split that gains less: what the model gets wrong
 _CLEARLY = 0.9  # the model cannot tell fixups apart that differ by less
+_PATIENCE = 24  # grids that are tried one after the other in vain
 _MANY = 16  # cells from which a first one may leave the last one short
 _GROUPS = 32  # sequences are costed in at most this many groups of like length
 _REFINED = 12  # grids for whose counts of CP chunks first ones of other lengths are tried,
@@ -105,7 +106,7 @@ def choose_grid(
     grids = [layout.Grid(length, length) for length in sorted(lengths, reverse=True)]
     if not require_reproducible and (worlds == (1,) or searches[0].few):
         few, ratios = (_REFINED, _FIRST_RATIOS) if worlds == (1,) else (_REFINED_OF_RANKS, _FIRST_RATIOS_OF_RANKS)
-        grids += _unequal(max(seq_lens), _promising(grids, costs)[:few], ratios)
+        grids += _unequal(max(seq_lens), _promising(grids, costs, few), ratios)
     if len(costs) == 1:
         return _least(grids, costs[0].bound, costs[0].seconds, _GAIN)
     best = [cost.seconds(_least(grids, cost.bound, cost.seconds)) for cost in costs]
@@ -130,12 +131,14 @@ def _least(
     """The grid of least value, or the first of all where no other gains so much."""
     best, *others = grids
     limit = (1 - least_gain) * value(best)
+    in_vain = 0
     for grid in sorted(others, key=bound):  # stable: of equals the first
-        if bound(grid) > limit:
+        if bound(grid) > limit or in_vain == _PATIENCE:
             break
         found = value(grid)
+        in_vain += 1
         if found < limit * (1 - 1e-9):
-            best, limit = grid, found
+            best, limit, in_vain = grid, found, 0
     return best
 
 
@@ -162,8 +165,8 @@ class _Costs:
         return self._seconds[grid]
 
 
-def _promising(grids: Sequence[layout.Grid], costs: Sequence[_Costs]) -> list[layout.Grid]:
-    """Those of these whose first cells are worth refining, best first."""
+def _promising(grids: Sequence[layout.Grid], costs: Sequence[_Costs], few: int) -> list[layout.Grid]:
+    """The few of these whose first cells are worth refining, best first."""
 
     def bound(grid: layout.Grid) -> float:
         return sum(cost.bound(grid) for cost in costs)
@@ -172,7 +175,8 @@ def _promising(grids: Sequence[layout.Grid], costs: Sequence[_Costs]) -> list[la
         return sum(cost.seconds(grid) for cost in costs)
 
     limit = _REFINABLE * seconds(_least(grids, bound, seconds))
-    return sorted((grid for grid in grids if bound(grid) <= limit), key=seconds)
+    near = [grid for grid in sorted(grids, key=bound) if bound(grid) <= limit]
+    return sorted(near[: 2 * few], key=seconds)[:few]
 
 
 def _unequal(longest: int, grids: Sequence[layout.Grid], ratios: Sequence[float]) -> list[layout.Grid]:

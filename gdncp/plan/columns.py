@@ -121,6 +121,11 @@ class Segments:
     def __len__(self) -> int:
         return len(self.sequence)
 
+    @cached_property
+    def all(self) -> tuple[Segment, ...]:
+        """As objects."""
+        return self.make()
+
     def make(self, rank: int | None = None) -> tuple[Segment, ...]:
         """As objects: all, or those of a rank."""
         own = np.arange(len(self)) if rank is None else np.flatnonzero(self.rank == rank)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gdncp.plan.checks import CHUNK
 from gdncp.plan.columns import Segments
 from gdncp.plan.layout import num_spans
-from gdncp.plan.overlap import prefill_beside
+from gdncp.plan.overlap import Run, prefill_beside
 from gdncp.plan.profiles import CostProfile
-from gdncp.plan.stage_model import Kind
+from gdncp.plan.stage_model import Kind, StageSeconds, kinds_of_run
 
 if TYPE_CHECKING:
     from gdncp.plan.prefill_plan import PrefillPlan
@@ -193,25 +192,39 @@ def predict(plan: PrefillPlan) -> dict[str, tuple[float, ...]]:
 
     An exchange that runs beside stage 4 is part of "cp_prefill".
     """
-    profile, heads, model = plan.profile, plan.num_state_heads, plan.stage_model
+    profile, heads, model, starts = plan.profile, plan.num_state_heads, plan.stage_model, plan.seq_starts
     crossing = plan.fixup_seconds[plan.fixup] if plan.crosses_ranks else 0.0
     beside = plan.finish == "entry_late"  # then all segments are also folded without the exchange, beside it
+    runs: list[list[Run]] = [[] for _ in range(plan.world_size)]
+    local: list[list[int]] = [[] for _ in range(plan.world_size)]  # maps that a rank folds by itself
+    takes_part = [False] * plan.world_size
+    for segment in plan.segments:
+        begin, end = starts[segment.sequence], starts[segment.sequence + 1]
+        kinds = kinds_of_run(plan.grid, segment.start - begin, segment.stop - begin, end - begin)
+        runs[segment.rank].append(Run(segment.previous is None, kinds))
+        apart = segment.previous is None and segment.next is None
+        takes_part[segment.rank] |= not apart
+        if beside or apart:
+            local[segment.rank].append(segment.num_items - 1)
+
+    known: dict[frozenset[tuple[Kind, int]], StageSeconds] = {}  # ranks with equal work share its schedule of units
     ranks = []
     for rank in range(plan.world_size):
-        share = plan.rank_plan(rank)
-        kinds = Counter(
-            Kind(-(-item.num_tokens // CHUNK), item.is_first, item.is_last) for item in share.items if item.num_tokens
-        )
-        takes_part = any(s.previous is not None or s.next is not None for s in share.segments)
-        local = [s.num_items - 1 for s in share.segments if beside or (s.previous is None and s.next is None)]
-        fold = fold_seconds(profile, max(local, default=0), sum(local), heads, plan.head_dim)
-        ranks.append((model.seconds(kinds), fold, takes_part))
-    slowest = max((t + mn + fold * (not beside) for (t, mn, _), fold, takes_part in ranks if takes_part), default=0.0)
+        counts: Counter[Kind] = Counter()
+        for run in runs[rank]:
+            for kind, count in run.kinds:
+                counts[kind] += count
+        key = frozenset(counts.items())
+        if key not in known:
+            known[key] = model.seconds(counts)
+        fold = fold_seconds(profile, max(local[rank], default=0), sum(local[rank]), heads, plan.head_dim)
+        ranks.append((known[key], fold))
+    starts_at = [t + mn + fold * (not beside) for (t, mn, _), fold in ranks]
+    slowest = max((at for at, part in zip(starts_at, takes_part, strict=True) if part), default=0.0)
     columns = []
-    for rank, ((t, mn, prefill), fold, takes_part) in enumerate(ranks):
-        exchange = max(slowest + crossing - (t + mn + fold), 0.0) if takes_part else 0.0
-        share = plan.rank_plan(rank)
-        if beside and share.num_tokens:
-            prefill, exchange = prefill_beside(model, share, plan.cp_chunk_len, exchange), 0.0
+    for rank, ((t, mn, prefill), fold) in enumerate(ranks):
+        exchange = max(slowest + crossing - (t + mn + fold), 0.0) if takes_part[rank] else 0.0
+        if beside and t:
+            prefill, exchange = prefill_beside(model, runs[rank], plan.cp_chunk_len, exchange), 0.0
         columns.append((t, mn, fold + exchange, prefill))
     return dict(zip(STAGES, zip(*columns, strict=True), strict=True))

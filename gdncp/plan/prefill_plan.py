@@ -94,10 +94,10 @@ class PrefillPlan:
         """All CP chunks: sequences in order, then CP chunks in order."""
         return tuple(sorted(item for rank in range(self.world_size) for item in self.rank_plan(rank).items))
 
-    @cached_property
+    @property
     def segments(self) -> tuple[Segment, ...]:
         """Over all ranks: sequences in order, then segments in order."""
-        return self.pieces.make()
+        return self.pieces.all
 
     # ---- per rank
 

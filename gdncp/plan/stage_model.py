@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from gdncp.plan.checks import CHUNK
+from gdncp.plan.layout import Grid
 from gdncp.plan.list_schedule import Workers
 from gdncp.plan.profiles import CostProfile
 
@@ -19,6 +20,24 @@ class Kind(NamedTuple):
     num_chunks: int  # 64-token chunks
     is_first: bool
     is_last: bool
+
+
+def kinds_of_run(grid: Grid, start: int, stop: int, seq_len: int) -> list[tuple[Kind, int]]:
+    """The CP chunks of the run [start, stop) of a sequence of so many tokens, in order; the first by itself."""
+    if start == stop:
+        return []
+    first, last = grid.cell(start), grid.cell(stop - 1)
+    ends = stop == seq_len
+    if first == last:
+        return [(Kind(_chunks(stop - start), start == 0, ends), 1)]
+    kinds = [(Kind(_chunks(grid.start(first + 1) - start), start == 0, False), 1)]
+    if last - first > 1:
+        kinds.append((Kind(_chunks(grid.length), False, False), last - first - 1))
+    return [*kinds, (Kind(_chunks(stop - grid.start(last)), False, ends), 1)]
+
+
+def _chunks(tokens: int) -> int:
+    return -(-tokens // CHUNK)
 
 
 class StageSeconds(NamedTuple):
