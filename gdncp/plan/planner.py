@@ -13,6 +13,8 @@ from gdncp.plan.prefill_plan import PrefillPlan
 from gdncp.plan.profiles import CostProfile, find_profile
 from gdncp.plan.stage_model import StageModel
 
+_MOST_COMPARED = 1024  # segments: to predict whole plans of more takes longer than a plan may
+
 
 @known
 def plan_prefill(
@@ -164,7 +166,7 @@ def plan_prefill(
 
     def finished(plan: PrefillPlan) -> PrefillPlan:
         is_free = cp_chunk_len is None and not require_reproducible and isinstance(ownership, str)
-        if is_free and fold_span is None and plan.crosses_ranks:
+        if is_free and fold_span is None and plan.crosses_ranks and len(plan.pieces) <= _MOST_COMPARED:
             grid, opens = plan.grid, plan.opens
             plan = choose.choose_span(plan, lambda span: on_grid(grid, None, opens, span), gates)
         if finish == "entry_first" or not plan.crosses_ranks:
