@@ -93,7 +93,7 @@ def state_fixup(
 def check_group(plan: PrefillPlan, rank: int, group: dist.ProcessGroup | None) -> None:
     """ValueError unless the group is one that the plan was made for and `rank` is this process's place in it."""
     group = world_group(group)
-    size, own = dist.get_world_size(group), dist.get_rank(group)
+    size, own = group.size(), group.rank()
     if size != plan.world_size:
         raise ValueError(f"group has {size} ranks; the plan was made for world_size={plan.world_size}")
     if own != rank:

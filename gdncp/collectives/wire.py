@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,13 @@ def world_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str | None:
     """Which backend the group uses for tensors of a device type: its configuration reads "cpu:gloo,cuda:nccl"."""
-    config = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    config = _configs.get(group)
+    if config is None:
+        config = _configs[group] = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return config.get(device_type)
+
+
+_configs: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()  # asking takes microseconds
 
 
 def is_capturing() -> bool:
@@ -48,9 +53,8 @@ def naming(stage: str, group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
         raise RuntimeError(
-            f"{stage} broke off on rank {rank} of {size}: a peer failed, or did not arrive within the group's timeout "
+            f"{stage} broke off on rank {group.rank()} of {group.size()}: a peer failed, or did not arrive within the group's timeout "
             f"({error})"
         ) from error
 
@@ -85,8 +89,7 @@ class Wire:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, stage: str):
         self.group = world_group(group)
         self.stage = stage
-        self.rank = dist.get_rank(self.group)
-        self.size = dist.get_world_size(self.group)
+        self.rank, self.size = self.group.rank(), self.group.size()
         self.messages_sent = self.messages_received = self.bytes_sent = self.bytes_received = 0
         self._device = device
         self._backend = backend_of(self.group, device.type)
