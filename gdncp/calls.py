@@ -18,7 +18,8 @@ import torch.distributed as dist
 from gdncp.backends import Backend, Precision, TokenInputs, select_backend
 from gdncp.layout import Layout
 from gdncp.plan import PrefillPlan
-from gdncp.stages import Call, StageTimer, StateIO
+from gdncp.stage_timer import StageTimer
+from gdncp.stages import Call, StateIO
 
 
 @dataclass(frozen=True, eq=False)
