@@ -54,8 +54,8 @@ def naming(stage: str, group: dist.ProcessGroup) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"{stage} broke off on rank {group.rank()} of {group.size()}: a peer failed, or did not arrive within the group's timeout "
-            f"({error})"
+            f"{stage} broke off on rank {group.rank()} of {group.size()}: a peer failed, or did not arrive within the "
+            f"group's timeout ({error})"
         ) from error
 
 
