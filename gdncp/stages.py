@@ -165,9 +165,12 @@ def without_gradients(run: Callable[P, R]) -> Callable[P, R]:
 def run(call: Call) -> PrefillResult:
     """All stages, at once where the backend can and nobody looks between them."""
     backend = call.backend
-    if call.timer.enabled or call.keep_entry or not runs_whole(backend) or not backend.run_whole(call):
+    stats = None
+    if runs_whole(backend) and not (call.timer.enabled or call.keep_entry):
+        stats = backend.run_whole(call)
+    if stats is None:
         return finish(fixup(summarise(call)))
-    return PrefillResult(call.output, call.states.destination, call.checkpoints, _LOCAL, None, call.timer)
+    return PrefillResult(call.output, call.states.destination, call.checkpoints, stats, None, call.timer)
 
 
 @without_gradients
@@ -237,8 +240,6 @@ def _sinks(call: Call) -> Sinks:
 
 _ALIGNMENT = 16  # bytes: allocations start at multiples, and kernels ask for it; views into them may not
 
-_LOCAL = collectives.FixupStats("local")
-
 
 @without_gradients
 def fixup(summary: Summary) -> EntryStates:
@@ -247,7 +248,7 @@ def fixup(summary: Summary) -> EntryStates:
     with call.timer.stage("state_fixup"):
         if plan is None or not plan.crosses_ranks:
             _fold_here(summary)
-            return EntryStates(summary, _LOCAL)
+            return EntryStates(summary, collectives.LOCAL)
         if maps is None:  # a rank may pass nothing on and still receive
             heads, v_dim, k_dim = call.state_shape
             maps = AffineMaps.empty(0, heads, k_dim, v_dim, call.inputs.q.device)

@@ -18,6 +18,7 @@ from gdncp.work import CHUNK as CHUNK
 from gdncp.work import WorkTable
 
 if TYPE_CHECKING:
+    from gdncp.collectives import FixupStats
     from gdncp.stages import Call
 
 GateSpace = Literal["linear", "log"]
@@ -308,8 +309,8 @@ class StateBackend(Protocol):
 class WholeBackend(Protocol):
     """What a backend may offer besides: all stages of a call at once, with the same bits."""
 
-    def run_whole(self, call: Call) -> bool:
-        """Enqueue all of it; False, and nothing enqueued, where its stages must run one by one."""
+    def run_whole(self, call: Call) -> FixupStats | None:
+        """Enqueue all of it; None, and nothing enqueued, where its stages must run one by one."""
         ...
 
 

@@ -16,6 +16,7 @@ from gdncp.backends.triton_version import triton_rejection_reason
 from gdncp.work import WorkTable
 
 if TYPE_CHECKING:
+    from gdncp.collectives import FixupStats
     from gdncp.stages import Call
     from gdncp_kernels.hopper.tiles import Tiles
 
@@ -160,7 +161,7 @@ class HopperBackend:
         with _device_of(inputs.k):
             self._kernels.cp_prefill(tiles, table, entry_states, sinks, opened, part)
 
-    def run_whole(self, call: Call) -> bool:
+    def run_whole(self, call: Call) -> FixupStats | None:
         prepared = call.layout.prepared
         with _device_of(call.output):
             whole = prepared.get(call.kind, _UNKNOWN)
@@ -168,7 +169,7 @@ class HopperBackend:
                 if len(prepared) >= _MOST_KINDS:
                     prepared.clear()
                 whole = prepared[call.kind] = self._kernels.Whole(call) if self._kernels.is_whole(call) else None
-            return whole is not None and whole(call)
+            return None if whole is None else whole(call)
 
 
 _NOTHING = nullcontext()

@@ -5,10 +5,11 @@ Read `fixup.py` first; then `schedule.py` (who sends what, as pure functions of 
 
 from gdncp.collectives.agreement import agree, agree_or_raise, compare_digest_once
 from gdncp.collectives.final_states import share_final_states
-from gdncp.collectives.fixup import FixupStats, fold_here, state_fixup
+from gdncp.collectives.fixup import LOCAL, FixupStats, fold_here, state_fixup
 from gdncp.collectives.spans import compose
 
 __all__ = [
+    "LOCAL",
     "FixupStats",
     "agree",
     "agree_or_raise",

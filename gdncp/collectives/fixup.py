@@ -37,6 +37,9 @@ class FixupStats:
     bytes_received: int = 0
 
 
+LOCAL = FixupStats("local")
+
+
 def state_fixup(
     plan: PrefillPlan,
     rank: int,
@@ -72,7 +75,7 @@ def state_fixup(
     """
     if not plan.crosses_ranks:
         local.run(plan, rank, maps, entry_states, fold, composed)
-        return FixupStats("local")
+        return LOCAL
     if plan.fixup not in STRATEGIES:
         raise ValueError(f"plan.fixup is {plan.fixup!r}; allowed where sequences cross ranks: {', '.join(STRATEGIES)}")
     check_group(plan, rank, group)
@@ -87,7 +90,11 @@ def state_fixup(
         filled = [plan.finish == "entry_first" or segment.previous is not None for segment in segments]
         of_spans = ((span, state) for span, state in zip(spans, states, strict=True) if filled[span.segment])
         fold_in_spans(of_spans, [segment.first_item for segment in segments], maps, entry_states, fold)
-    return FixupStats(plan.fixup, wire.messages_sent, wire.messages_received, wire.bytes_sent, wire.bytes_received)
+    return stats_of(wire, plan.fixup)
+
+
+def stats_of(wire: Wire, strategy: str) -> FixupStats:
+    return FixupStats(strategy, wire.messages_sent, wire.messages_received, wire.bytes_sent, wire.bytes_received)
 
 
 def check_group(plan: PrefillPlan, rank: int, group: dist.ProcessGroup | None) -> None:

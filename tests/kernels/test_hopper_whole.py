@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.runtime.jit import JITFunction
 
 import gdncp
 from gdncp import calls, stages, validation
 from gdncp.backends import get_backend
+from gdncp.backends.hopper_backend import HopperBackend
+from gdncp.collectives.wire import Wire
 from gdncp_kernels.hopper import checkpoints, launch, precompute_t, recurrence_launches, state_fixup, states
 from gdncp_kernels.hopper.launch import Launcher, Launches, Number, Pointer, Tile
 from tests.conftest import hopper_only
@@ -138,6 +142,56 @@ def test_where_something_comes_between_the_stages_run(recorded, monkeypatch, nam
     monkeypatch.setattr(checkpoints, "finish", lambda *_: None)  # of the plain kind
     gdncp.prefill(plan, **tokens, backend="hopper", **more)
     assert len(asked) == 1
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """`two_ranks(rank)`: a group in which messages go nowhere; what is sent and received is told."""
+    messages = []
+
+    def join(rank):
+        dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+        return messages
+
+    def exchange(wire, sends, receives):
+        messages.append([[(peer, x.data_ptr(), x.numel()) for peer, x in given] for given in (sends, receives)])
+        return send(wire, sends, receives)
+
+    send = Wire.exchange
+    monkeypatch.setattr(Wire, "exchange", exchange)
+    monkeypatch.setattr("gdncp.collectives.wire.backend_of", lambda group, device_type: "fake")
+    monkeypatch.setattr("gdncp.collectives.compare_digest_once", lambda plan, group: None)
+    yield join
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("machine", ["3.6"], indirect=True)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("initial", [False, True])
+@pytest.mark.parametrize("ownership", ["contiguous", "zigzag"])
+def test_so_do_calls_that_hand_states_on(recorded, two_ranks, monkeypatch, rank, initial, ownership):
+    """Launches are those of the stages, and between the same ones the same messages."""
+    messages = two_ranks(rank)
+    words = {"cp_chunk_len": 128, "fixup": "chain", "finish": "entry_first", "ownership": ownership}
+    plan = gdncp.plan_prefill([1000, 0, 330], world_size=2, **words, **HEADS)
+    tokens = random_tokens(plan.num_tokens(rank), heads=(1, 1, H), dim=D, dtype=torch.bfloat16)
+    arguments = {**tokens, "backend": "hopper", "output": torch.empty_like(tokens["v"])}
+    arguments["output_state"] = torch.zeros(3, H, D, D)
+    if initial:
+        arguments["initial_state"] = random_state(3, H, D)
+
+    def call():
+        return [(kernel, grid) for kernel, grid, _ in recorded(lambda: gdncp.prefill(plan, **arguments), arguments)]
+
+    run_whole = HopperBackend.run_whole
+    monkeypatch.setattr(HopperBackend, "run_whole", lambda *_: None)
+    staged = call()
+    in_stages = [[[(peer, n) for peer, _, n in given] for given in both] for both in messages]
+    monkeypatch.setattr(HopperBackend, "run_whole", run_whole)
+    messages.clear()
+    monkeypatch.setattr("gdncp.stages.summarise", None)
+    assert call() == staged
+    assert [[[(peer, n) for peer, _, n in given] for given in both] for both in messages] == in_stages != []
 
 
 def test_what_the_copy_engine_cannot_read_runs_in_stages(recorded):

@@ -199,12 +199,15 @@ class StateFold:
             key = maps.scratch.layout.fields["gain"].shape  # all that maps differ in
             launches = runs.prepared.get(key)
             if launches is None:
-                launches = runs.prepared[key] = Launches(_CHANGING, prepare_runs(maps.scratch.layout, runs))
+                launches = runs.prepared[key] = Launches(
+                    _CHANGING,
+                    prepare_runs(maps.scratch.layout, runs, None if exits is None else Pointer("exits", torch.float32)),
+                )
             launches(maps.scratch.address, entry_states.data_ptr(), None if exits is None else exits.data_ptr())
 
 
-def prepare_runs(maps: ScratchLayout, runs: FoldRuns) -> Launch:
-    """The launch of `fold_runs`."""
+def prepare_runs(maps: ScratchLayout, runs: FoldRuns, exits: Pointer | None = None) -> Launch:
+    """The launch of `fold_runs`.  exits: where they are, of runs that have some."""
     num_maps, num_heads = maps.fields["gain"].shape
     num_rows = runs.num_runs * num_heads * DIM
     # one wave where that is possible: every program reads whole transitions
@@ -221,7 +224,7 @@ def prepare_runs(maps: ScratchLayout, runs: FoldRuns) -> Launch:
             "starts": runs.starts,
             "num_fills": runs.num_fills,
             "exit_row": runs.exit_row,
-            "exits": None if runs.exit_row is None else Pointer("exits", torch.float32),
+            "exits": exits,
             "H": num_heads,
             "ROWS": rows,
             "RING": RING,

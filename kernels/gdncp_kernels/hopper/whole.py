@@ -1,12 +1,16 @@
-"""All stages of a call in one go: where nothing has to come between them, what they launch is prepared once a kind."""
+"""All stages of a call in one go: what they launch is prepared once a kind, and a chain's exchange between them too."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from gdncp.backends.base import maps_layout
+from gdncp.backends.base import FoldRuns, maps_layout
+from gdncp.collectives.fixup import LOCAL, FixupStats, stats_of
+from gdncp.collectives.wire import Wire
 from gdncp.scratch import ScratchLayout
 from gdncp_kernels.hopper import precompute_t, recurrence_launches, state_fixup, states
 from gdncp_kernels.hopper.launch import Launch, Launches, Pointer
@@ -20,6 +24,9 @@ _CHANGING = (
     *("q", "k", "v", "gate", "beta", "output", "slots", "source", "destination", "checkpoints"),  # the caller's
     *("tiles", "maps", "entry_states", "final_states"),  # scratch, but for final states that are written in place
 )
+
+
+_Messages = tuple[list[tuple[int, slice]], list[tuple[int, slice]]]  # sent to, and received from, whom and where
 
 
 class Whole:
@@ -37,39 +44,66 @@ class Whole:
         }
         if not call.final_in_place:
             scratch["final_states"] = ((layout.num_final, *shape), torch.float32)
-        self._scratch = ScratchLayout(scratch)
-        self._offsets = tuple(field.offset for field in self._scratch.fields.values())
+        num_exits = sum(found.num_exits for found in layout.exchange)
+        self._scratch = ScratchLayout({**scratch, "exits": ((num_exits, *shape), torch.float32)})
+        self._offsets = tuple(self._scratch.offset(name) for name in scratch)
         has_checkpoints = call.checkpoints is not None and layout.num_checkpoints > 0
         launches = [*_loads(call), *precompute_t.prepare(inputs, table)]
         opens = layout.has_maps and call.plan is not None and call.plan.opens
         if layout.has_maps:
-            assert layout.runs is not None
             output = call.output if opens else None
             launches.append(recurrence_launches.prepare_mn(inputs, table, maps, output, opens and has_checkpoints))
-            launches.append(state_fixup.prepare_runs(maps, layout.runs))
-        launches.append(recurrence_launches.prepare_cp_prefill(inputs, table, call.output, opens, has_checkpoints))
-        launches += _stores(call)
-        self._launches = Launches(
-            _CHANGING,
-            *launches,
-            scale=inputs.scale,
-            log2_forget_below=recurrence_launches.threshold(call.forget_below),
-            map_dump=-1,
-            final_dump=layout.num_final,
-            checkpoint_dump=layout.num_checkpoints,
-        )
+            if layout.runs is not None:
+                launches.append(state_fixup.prepare_runs(maps, layout.runs))
+        # what comes before each exchange, and what comes behind the last
+        parts, self._exchanges = [launches], []
+        for runs, messages in self._rounds(call):
+            if runs is not None:
+                parts[-1].append(state_fixup.prepare_runs(maps, *runs))
+            if messages is not None:
+                parts.append([])
+                self._exchanges.append(messages)
+        opened = recurrence_launches.prepare_cp_prefill(inputs, table, call.output, opens, has_checkpoints)
+        parts[-1] += [opened, *_stores(call)]
+        self._parts = [
+            Launches(
+                _CHANGING,
+                *part,
+                scale=inputs.scale,
+                log2_forget_below=recurrence_launches.threshold(call.forget_below),
+                map_dump=-1,
+                final_dump=layout.num_final,
+                checkpoint_dump=layout.num_checkpoints,
+            )
+            for part in parts
+        ]
 
-    def __call__(self, call: Call) -> bool:
-        """Enqueue them; False where tokens or output do not start where the copy engine can."""
+    def _rounds(self, call: Call) -> Iterator[tuple[tuple[FoldRuns, Pointer] | None, _Messages | None]]:
+        """Of `gdncp.collectives.chain`: what is folded, and what is sent then; rows as places in our memory."""
+        size = math.prod(call.state_shape)
+        entries, exits = self._scratch.offset("entry_states"), self._scratch.offset("exits")
+        for runs, num_exits, sends, receives in call.layout.exchange:
+
+            def at(start: int, messages: Sequence[tuple[int, int]]) -> list[tuple[int, slice]]:
+                places = ((peer, start // 4 + row * size) for peer, row in messages)
+                return [(peer, slice(place, place + size)) for peer, place in places]
+
+            folds = None if runs is None else (runs, Pointer("entry_states", torch.float32, exits - entries))
+            messages = (at(exits, sends), at(entries, receives)) if sends or receives else None
+            yield folds, messages
+            exits += 4 * size * num_exits
+
+    def __call__(self, call: Call) -> FixupStats | None:
+        """Enqueue them; None where tokens or output do not start where the copy engine can."""
         inputs, io, gate, beta = call.inputs, call.states, call.inputs.gate, call.inputs.beta
         q, k, v, output = inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr(), call.output.data_ptr()
         if (q | k | v | output) % TMA_ALIGNMENT:
-            return False
+            return None
         memory = torch.empty(self._scratch.num_bytes, dtype=torch.uint8, device=inputs.q.device)
         base = memory.data_ptr()
         destination = None if io.destination is None else io.destination.data_ptr()
         tiles, maps, entry_states, *final_states = [base + offset for offset in self._offsets]
-        self._launches(
+        changing = (
             q,
             k,
             v,
@@ -85,7 +119,21 @@ class Whole:
             entry_states,
             final_states[0] if final_states else destination,
         )
-        return True
+        first, *others = self._parts
+        if not others:
+            first(*changing)
+            return LOCAL
+        assert call.plan is not None
+        wire = Wire(call.group, inputs.q.device, "state_fixup by chain")
+        wire.open_point_to_point()
+        states = memory.view(torch.float32)
+        for launches, (sends, receives) in zip(self._parts, self._exchanges):  # noqa: B905  one part follows them
+            launches(*changing)
+            outgoing, landing = ([(peer, states[place]) for peer, place in given] for given in (sends, receives))
+            wire.exchange(outgoing, landing).wait()
+        others[-1](*changing)
+        wire.finish()
+        return stats_of(wire, "chain")
 
 
 def is_whole(call: Call) -> bool:
@@ -93,7 +141,7 @@ def is_whole(call: Call) -> bool:
     layout, plan, io = call.layout, call.plan, call.states
     return (
         plan is not None
-        and not plan.crosses_ranks
+        and (not plan.crosses_ranks or (plan.fixup == "chain" and plan.finish == "entry_first"))
         and plan.fold_span == 1
         and len(layout.tables) == 1
         and layout.num_items > 0
@@ -113,16 +161,16 @@ def _moved_by_kernels(x: torch.Tensor | None) -> bool:
 
 
 def _loads(call: Call) -> list[Launch]:
-    layout, source = call.layout, call.states.source
-    if source is None:
+    layout, source, count = call.layout, call.states.source, call.layout.first_rows.shape[0]
+    if source is None or not count:
         return []
-    rows, count = call.states.rows(layout.first_sequences, layout.starts_all), layout.first_rows.shape[0]
+    rows = call.states.rows(layout.first_sequences, layout.starts_all)
     return [_move(call, "source", source, rows, "entry_states", layout.first_rows, count)]
 
 
 def _stores(call: Call) -> list[Launch]:
     layout, destination = call.layout, call.states.destination
-    if destination is None or call.final_in_place:
+    if destination is None or call.final_in_place or not layout.num_final:
         return []
     rows = call.states.rows(layout.final_sequences, layout.ends_all)
     return [_move(call, "destination", destination, rows, "final_states", None, layout.num_final)]
