@@ -43,7 +43,7 @@ def parser() -> Parser:
     p.add_argument("--fold-span", type=int, help="CP chunks whose maps are composed to one; default: chosen, or 1")
     p.add_argument("--finish", default="auto", help="auto, entry_first or entry_late")
     p.add_argument(
-        "--profile", default="cpu", help=f"costs to choose and predict by: {', '.join(PROFILES)}, or a .json file"
+        "--profile", default="h200", help=f"costs to choose and predict by: {', '.join(PROFILES)}, or a .json file"
     )
     p.add_argument("--head-half-lives", nargs="+", help="tokens, one number a head, or LOW:HIGH spaced by logarithm")
     p.add_argument("--forget-below", type=float, help="default: by the dtype; 0: nothing is forgotten")

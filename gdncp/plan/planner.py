@@ -38,7 +38,7 @@ def plan_prefill(
     head_half_lives: Sequence[float] | None = None,
     forget_below: float | None = None,
     require_reproducible: bool = False,
-    profile: str | CostProfile = "cpu",
+    profile: str | CostProfile = "h200",
 ) -> PrefillPlan:
     """Plan a prefill of packed sequences over `world_size` ranks.  The last plans are kept, and given again.
 
@@ -76,7 +76,7 @@ def plan_prefill(
         require_reproducible: "auto" leaves out "tree", which associates maps by rank, and a CP chunk length that is
             chosen depends neither on the world size (explicit ownership apart) nor on lanes.
         profile: costs by which to choose and predict: the name of one in `gdncp.plan.PROFILES`, a path to a .json file
-            as `python -m gdncp.calibrate` writes it, or your own.
+            as `python -m gdncp.calibrate` writes it, or your own.  No device is asked: on CPUs say "cpu".
 
     Raises:
         ValueError: naming the argument, what was given and what is allowed.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gdncp.plan import PrefillPlan, plan_prefill
 
-HEADS: dict[str, int] = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4}
+HEADS: dict[str, Any] = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4, "profile": "cpu"}
 
 lengths = st.one_of(st.just(0), st.integers(1, 3), st.sampled_from([63, 64, 65, 128, 192]), st.integers(0, 900))
 batches = st.lists(lengths, min_size=1, max_size=7)

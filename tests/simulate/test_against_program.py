@@ -74,12 +74,17 @@ def simulated(plan: PrefillPlan, monkeypatch: pytest.MonkeyPatch) -> list[Work]:
 
 @pytest.mark.parametrize("fixup", ["chain", "all_gather", "head_sharded", "tree"])
 def test_work_of_each_rank(fixup: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer: dict[str, Any] = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4, "head_dim": 16}
+    layer: dict[str, Any] = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4, "head_dim": 16, "profile": "cpu"}
     plans = [
         plan_prefill([709, 0, 100, 384], world_size=WORLD, ownership=own, fixup=fixup, cp_chunk_len=64, **layer)
         for own in OWNERSHIPS
     ]
-    wide: dict[str, Any] = {"num_q_heads": 32, "num_k_heads": 32, "num_v_heads": 32}  # a chain of two blocks
+    wide: dict[str, Any] = {
+        "num_q_heads": 32,
+        "num_k_heads": 32,
+        "num_v_heads": 32,
+        "profile": "cpu",
+    }  # a chain of two blocks
     plans.append(plan_prefill([512], world_size=WORLD, fixup=fixup, cp_chunk_len=64, **wide))
     for plan, expected in zip(plans, zip(*run_ranks(real, WORLD, plans), strict=True), strict=True):
         assert simulated(plan, monkeypatch) == list(expected), plan
