@@ -185,6 +185,9 @@ def _plan_of_call(
     if use_cp is False:
         cp_chunk_len = unsplit(max(seq_lens))
 
+    # on several ranks the caller cut the tokens by the plan that these arguments give
+    costs = {"profile": default_profile(q.device.type)} if world_size == 1 else {}
+
     def planned(length: int | None) -> PrefillPlan:
         return plan_prefill(
             seq_lens,
@@ -195,7 +198,7 @@ def _plan_of_call(
             head_dim=q.shape[2],
             cp_chunk_len=length,
             checkpoint_every_n_tokens=checkpoint_every_n_tokens,
-            profile=default_profile(q.device.type),
+            **costs,
         )
 
     plan = planned(cp_chunk_len)
