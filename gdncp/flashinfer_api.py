@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -186,7 +187,7 @@ def _plan_of_call(
         cp_chunk_len = unsplit(max(seq_lens))
 
     # on several ranks the caller cut the tokens by the plan that these arguments give
-    costs = {"profile": default_profile(q.device.type)} if world_size == 1 else {}
+    costs: dict[str, Any] = {"profile": default_profile(q.device.type)} if world_size == 1 else {}
 
     def planned(length: int | None) -> PrefillPlan:
         return plan_prefill(
