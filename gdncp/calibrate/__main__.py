@@ -32,7 +32,7 @@ from rich.table import Table
 from gdncp import store
 from gdncp.argument_parser import Parser
 from gdncp.backends import Backend, get_backend, select_backend
-from gdncp.backends.base import opens
+from gdncp.backends.base import folds_runs, opens
 from gdncp.calibrate import stages
 from gdncp.calibrate.exchanges import costs_to_fit, exchange_measurements, with_nodes
 from gdncp.calibrate.fit import Measurement, fit, median_error
@@ -139,7 +139,9 @@ def _prepare(args: argparse.Namespace, device: torch.device) -> tuple[CostProfil
     workers = torch.cuda.get_device_properties(device).multi_processor_count if kind == "cuda" else 1
     # what a call takes by default for bf16, and for float32
     bits = {"cuda": 16, "cpu": 24}[kind]
-    return replace(base, workers=workers, opens=opens(backend), forget_bits=bits), backend, effort
+    in_runs = folds_runs(backend.fold)
+    base = replace(base, workers=workers, opens=opens(backend), folds_runs=in_runs, forget_bits=bits)
+    return base, backend, effort
 
 
 def _heads(text: str) -> tuple[int, int]:

@@ -71,7 +71,9 @@ class Balance:
                 self._improved(whole, math.inf),
             ]
             best = min([best, *better], key=self._order)
-        return best
+        # ranks without tokens come last: those that exchange states are near each other
+        filled = list(dict.fromkeys(best))
+        return filled + [best[-1]] * (len(best) - len(filled))
 
     def seconds(self, cuts: Cuts) -> float:
         """Until the last rank is done: the slowest before the exchange, the exchange, the slowest after it."""

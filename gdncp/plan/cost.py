@@ -72,65 +72,102 @@ def fixup_load(pieces: Segments, world_size: int, num_heads: int, head_dim: int,
     )
 
 
-def fold_seconds(profile: CostProfile, depth: int, num_maps: int, num_heads: float, head_dim: int) -> float:
+def fold_seconds(profile: CostProfile, depth: int, num_maps: float, num_heads: float, head_dim: int) -> float:
     """Folding `num_maps` maps, `depth` of them one after the other."""
     return depth * profile.fold_launch_s + num_maps * num_heads * profile.fold_head_s * (head_dim / 128) ** 3
 
 
 def fixup_seconds(profile: CostProfile, load: FixupLoad) -> dict[str, float]:
-    """Strategy -> seconds until the last rank has its entry states."""
-    world, one_node = load.world_size, load.world_size <= profile.ranks_per_node
-    rate = profile.bytes_per_s if one_node else profile.node_bytes_per_s
+    """Strategy -> seconds from when all ranks have their maps until the last one has its entry states.
 
-    def fold(depth: int, num_maps: int, num_heads: float = load.num_heads) -> float:
-        return fold_seconds(profile, depth, num_maps, num_heads, load.head_dim)
-
-    far_hops = load.num_hops // profile.ranks_per_node
-    near_hop = profile.message_s + load.state_bytes / profile.bytes_per_s
-    far_hop = profile.node_message_s + load.state_bytes / profile.node_bytes_per_s
-    hops = (load.num_hops - far_hops) * near_hop + far_hops * far_hop
-    more_states = (load.states_per_rank - 1) * load.state_bytes / rate  # of other sequences, behind the first
-    chain = profile.collective_s + hops + more_states + fold(load.depth, max(load.depth, load.maps_per_rank))
-
-    # a ring whose rails between nodes run side by side, at half their peak
-    ring_rate = rate if one_node else rate * profile.ranks_per_node / 2
-    all_gather = (
-        profile.collective_s
-        + profile.message_s
-        + load.num_maps * load.map_bytes / ring_rate
-        + fold(load.depth, load.num_maps)
-    )
-
-    # maps there, entry states back
-    volume = load.maps_per_rank * (load.map_bytes + load.state_bytes) * (world - 1) / world
-    peers = 0.0 if one_node else world * profile.node_peer_s
-    own_heads = math.ceil(load.num_heads / world)
-    head_sharded = (
-        2 * (profile.collective_s + profile.message_s)
-        + peers
-        + volume / rate
-        + fold(load.depth, load.num_maps, own_heads)
-    )
-
-    # every round doubles the ranks that a composed map spans; composing is two products of a fold's size
-    rounds = math.ceil(math.log2(load.num_hops + 1))
-    far_rounds = 0 if one_node else min(math.ceil(math.log2(world / profile.ranks_per_node)), rounds)
-    volume = load.states_per_rank * load.map_bytes
-    tree = (
-        profile.collective_s
-        + (rounds - far_rounds) * (profile.message_s + volume / profile.bytes_per_s)
-        + far_rounds * (profile.node_message_s + volume / profile.node_bytes_per_s)
-        + rounds * fold(1, 2 * load.states_per_rank)
-        + (load.maps_per_rank - 1) * fold(2, 3)  # within a rank: composing, then folding through
-    )
+    The same rounds as the program's, with the slowest rank's work in each: `gdncp.simulate` has them rank by rank.
+    """
+    strategies = {"chain": _chain, "all_gather": _all_gather, "head_sharded": _head_sharded, "tree": _tree}
     # spans: maps are composed, each two folds, and in the end folded one by one again; both many spans at a time, which
     # takes three copies more a step
     inside = 0.0
     if load.fold_span > 1:
         depth, count = min(load.fold_span, load.cp_chunks_per_rank) - 1, load.cp_chunks_per_rank
-        inside = fold(4 * depth, 2 * count) + fold(4 * depth, count)
-    seconds = {"chain": chain, "all_gather": all_gather, "head_sharded": head_sharded, "tree": tree}
-    return {strategy: value + inside for strategy, value in seconds.items()}
+        inside = _fold(profile, load, 4 * depth, 2 * count) + _fold(profile, load, 4 * depth, count)
+    return {name: seconds(profile, load) + inside for name, seconds in strategies.items()}
+
+
+def _fold(profile: CostProfile, load: FixupLoad, depth: int, num_maps: float, num_heads: float | None = None) -> float:
+    return fold_seconds(profile, depth, num_maps, num_heads or load.num_heads, load.head_dim)
+
+
+def _message(profile: CostProfile, size: float, *, far: bool) -> float:
+    if far:
+        return profile.node_message_s + size / profile.node_bytes_per_s
+    return profile.message_s + size / profile.bytes_per_s
+
+
+def _chain(profile: CostProfile, load: FixupLoad) -> float:
+    """The first block of rows goes all the way, the others follow a round behind; a first CP chunk is not folded."""
+    blocks = 1
+    if not profile.folds_runs:
+        rows = 16 * max(1, math.ceil(load.head_dim * (1 << 20) / (16 * load.state_bytes)))  # a block of a MiB at least
+        blocks = math.ceil(load.head_dim / rows)
+    # of several states that a rank hands on, those of one sequence follow each other
+    together = min(load.states_per_rank, max(round(load.states_per_rank * load.world_size / load.num_hops), 1))
+    block, heads = load.state_bytes / blocks * together, load.num_heads / blocks
+    far_hops = load.num_hops // profile.ranks_per_node if load.world_size > profile.ranks_per_node else 0
+    near, far = (_message(profile, block, far=is_far) for is_far in (False, True))
+    hops = (load.num_hops - far_hops) * near + far_hops * far
+    folds = _fold(profile, load, load.depth - 1, max(load.depth - 1, load.maps_per_rank), heads)
+    slowest_round = (far if far_hops else near) + _fold(profile, load, load.maps_per_rank, load.maps_per_rank, heads)
+    return profile.collective_s + hops + folds + (blocks - 1) * slowest_round
+
+
+def _all_gather(profile: CostProfile, load: FixupLoad) -> float:
+    """A ring whose rails between nodes run side by side, at half their peak."""
+    rate = profile.bytes_per_s
+    if load.world_size > profile.ranks_per_node:
+        rate = min(rate, profile.node_bytes_per_s * max(profile.ranks_per_node / 2, 1))
+    # every rank is padded to the most; a first CP chunk has no transition
+    volume = (load.world_size - 1) * (2 * load.maps_per_rank - (load.num_hops == 1)) * load.state_bytes
+    folds = _fold(profile, load, load.depth - 1, load.num_maps - 1)
+    return profile.collective_s + profile.message_s + volume / rate + folds
+
+
+def _head_sharded(profile: CostProfile, load: FixupLoad) -> float:
+    """Maps there, entry states back; with more ranks than heads a few ranks take, and send, everything."""
+    world, node = load.world_size, min(load.world_size, profile.ranks_per_node)
+    own_heads = math.ceil(load.num_heads / world)
+    share = own_heads / load.num_heads  # of the heads, on a rank that folds some
+    states = min(load.states_per_rank * world, load.num_maps)  # handed on, in all
+    most, everything = load.maps_per_rank * load.map_bytes, load.num_maps * load.map_bytes
+    seconds = _fold(profile, load, load.depth - 1, load.num_maps - 1, own_heads)
+    apart = (world - node) / world  # of the others, in other nodes
+    peers = max(min(world, load.num_heads), math.ceil(load.num_maps / load.maps_per_rank)) * apart
+    for size in (max(most, everything * share), load.state_bytes * max(load.states_per_rank, states * share)):
+        near = size * (node - 1) / world / profile.bytes_per_s
+        far = size * apart / profile.node_bytes_per_s + peers * profile.node_peer_s / 2
+        latency = max(profile.message_s, profile.node_message_s if world > node else 0.0)
+        seconds += profile.collective_s + latency + max(near, far)
+    return seconds
+
+
+def _tree(profile: CostProfile, load: FixupLoad) -> float:
+    """A hand-over of maps, then strides of 1, 2, 4 ...: composing is two products of a fold's size, and the last stride
+    is of states.  Between nodes some rank's partner is in another one at every stride, and the others wait for it."""
+    far = load.world_size > profile.ranks_per_node
+    strides = [1 << i for i in range(math.ceil(math.log2(load.num_hops)))] if load.num_hops > 1 else []
+    number = load.states_per_rank
+
+    def message(stride: int, size: int) -> float:
+        # the parts that a rank has of one sequence send in opposite directions: one of two leaves the node on short
+        # ways
+        leaving = number if stride >= profile.ranks_per_node or not far else math.ceil(number / 2)
+        return _message(profile, leaving * size, far=far)
+
+    seconds = profile.collective_s + message(1, load.map_bytes if strides else load.state_bytes)
+    for stride in strides[:-1]:
+        seconds += message(stride, load.map_bytes) + _fold(profile, load, 2, 2 * number)
+    if strides:
+        seconds += message(strides[-1], load.state_bytes) + _fold(profile, load, 1, number)
+    # within a rank: composing, then folding through
+    return seconds + (load.maps_per_rank - 1) * _fold(profile, load, 3, 3)
 
 
 # ---- the whole plan

@@ -27,6 +27,7 @@ class CostProfile:
     name: str
     workers: int  # units that run side by side: SMs of a GPU; 1 where one call uses the whole device
     opens: bool  # stage 2's launch also runs stage 4 of first CP chunks (`gdncp.backends.base.OpeningBackend`)
+    folds_runs: bool  # one launch folds whole runs (`gdncp.backends.base.RunFold`); a chain then sends whole states
     launch_s: float  # starting a stage
     unit_s: float  # a unit's own start and end
     tile_t_s: float  # stage 1, which fills the workers however it is cut: per chunk and state head

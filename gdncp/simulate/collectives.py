@@ -78,9 +78,11 @@ def local(at: Rank) -> Process:
 def chain(at: Rank) -> Process:
     plan, rank, machine = at.plan, at.rank, at.machine
     dim, heads = plan.head_dim, plan.num_state_heads
-    blocks = row_blocks(dim, heads * dim * 4, FOLD_ROWS, MIN_BLOCK_BYTES)
-    rows = [block.stop - block.start for block in blocks]
-    rounds = chain_rounds(plan, rank, len(blocks))
+    rows = [dim]
+    if not machine.profile.folds_runs:
+        blocks = row_blocks(dim, heads * dim * 4, FOLD_ROWS, MIN_BLOCK_BYTES)
+        rows = [block.stop - block.start for block in blocks]
+    rounds = chain_rounds(plan, rank, len(rows))
     if rounds:
         yield machine.engine.after(machine.profile.collective_s)
     for folds, receives in rounds:

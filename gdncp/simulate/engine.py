@@ -6,7 +6,7 @@ A process is a generator that yields the event it waits for next.  All times are
 from __future__ import annotations
 
 import heapq
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from itertools import count
 
 Process = Generator["Event", None, None]
@@ -75,15 +75,10 @@ class Resource:
 
     def use(self, seconds: float) -> Event:
         """The end of a use of so many seconds."""
-        return occupy(self._engine, (self,), seconds)
+        return self._engine.at(self.serve(seconds))
 
-
-def occupy(
-    engine: Engine, resources: Sequence[Resource], seconds: float, delay: float = 0.0, event: Event | None = None
-) -> Event:
-    """Use all of these at once, as soon as all are free; the event comes `delay` after the end of that."""
-    stop = max(engine.now, *(resource.free_at for resource in resources)) + seconds
-    for resource in resources:
-        resource.free_at = stop
-        resource.busy_seconds += seconds
-    return engine.at(stop + delay, event)
+    def serve(self, seconds: float) -> float:
+        """When a use of so many seconds ends."""
+        self.free_at = max(self._engine.now, self.free_at) + seconds
+        self.busy_seconds += seconds
+        return self.free_at

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gdncp.plan.profiles import LINKS, CostProfile, Link
-from gdncp.simulate.engine import Engine, Event, Resource, occupy
+from gdncp.simulate.engine import Engine, Event, Resource
 
 
 def parse_link(name: str, text: str) -> Link:
@@ -101,7 +101,9 @@ class Machine:
         )
         self.count(source, 1, size, 0)
         self.count(target, 0, 0, size)
-        return occupy(self.engine, (ports[source].out, ports[target].into), size / rate, latency, event)
+        # each end at its own pace: what waits at one port keeps nothing from another
+        stop = max(port.serve(size / rate) for port in (ports[source].out, ports[target].into))
+        return self.engine.at(stop + latency, event)
 
     def count(self, rank: int, messages: int, sent: int, received: int) -> None:
         self.messages_sent[rank] += messages

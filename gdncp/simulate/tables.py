@@ -96,6 +96,8 @@ def ours_seconds(gpus: int, tokens: int, gates: str) -> float:
         num_k_heads=16,
         num_v_heads=32,
         head_half_lives=half_lives(gates, 32),
+        finish="entry_first",  # neither the other way nor spans are simulated
+        fold_span=1,
         profile="h200",
     )
     return simulate_plan(plan).seconds

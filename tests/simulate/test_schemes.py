@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from gdncp.plan import plan_prefill
+from gdncp.plan import PROFILES, plan_prefill
 from gdncp.simulate import tables
 from gdncp.simulate.collectives import fold_launches
 from gdncp.simulate.gates import GATES, half_lives
@@ -54,7 +55,6 @@ def test_one_gpu_takes_what_the_plan_predicts(seq_lens: list[int], gates: str) -
 
 @pytest.mark.parametrize("fixup", FIXUPS)
 def test_a_slower_machine_is_slower_and_more_tokens_take_longer(fixup: str) -> None:
-    from gdncp.plan import PROFILES
     from gdncp.simulate.machine import Link, with_topology
 
     links = [None, Link(20e-6, 100e9), Link(50e-6, 10e9)]
@@ -71,8 +71,8 @@ def test_a_slower_machine_is_slower_and_more_tokens_take_longer(fixup: str) -> N
 
 def test_a_chain_s_hops_follow_one_another() -> None:
     """With 4 ranks of one map each, the last one waits for three hops of two blocks, which overlap by one."""
-    plan = plan_prefill([4 * 4096], world_size=4, fixup="chain", cp_chunk_len=4096, **LAYER)
-    profile = plan.profile
+    profile = replace(PROFILES["h200"], folds_runs=False)
+    plan = plan_prefill([4 * 4096], world_size=4, fixup="chain", cp_chunk_len=4096, **{**LAYER, "profile": profile})
     result = simulate_plan(plan)
     block = 16 * profile.fold_head_s + profile.fold_launch_s  # half the rows of 32 heads
     message = profile.message_s + (1 << 20) / profile.bytes_per_s
@@ -82,6 +82,40 @@ def test_a_chain_s_hops_follow_one_another() -> None:
     ends = [sum(times[rank] for times in list(result.stages.values())[:3]) for rank in range(4)]
     starts = [end - wait for end, wait in zip(ends, waits, strict=True)]
     assert ends[3] - starts[0] == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("folds_runs", [True, False])
+@pytest.mark.parametrize("heads, maps, ownership", [(32, 1, "contiguous"), (32, 4, "contiguous"), (8, 1, "zigzag")])
+@pytest.mark.parametrize("world_size", [2, 8, 16, 64])
+def test_the_planner_s_costs_of_fixups_are_the_events(
+    world_size: int, heads: int, maps: int, ownership: str, folds_runs: bool
+) -> None:
+    """From when the last rank has its maps; some have theirs earlier, which a tree can use."""
+    plans = [
+        plan_prefill(
+            [2048 * maps * world_size * (1 + (ownership == "zigzag"))],
+            world_size=world_size,
+            ownership=ownership if ownership == "zigzag" else equal_shares(world_size, 2048 * maps),
+            cp_chunk_len=2048,
+            fixup=fixup,
+            finish="entry_first",
+            num_q_heads=heads,
+            num_k_heads=heads,
+            num_v_heads=heads,
+            profile=replace(PROFILES["h200"], folds_runs=folds_runs),
+        )
+        for fixup in FIXUPS
+    ]
+    for plan in plans:
+        t, mn, fixup, _ = simulate_plan(plan).stages.values()
+        ready = [a + b for a, b in zip(t, mn, strict=True)]
+        seconds = max(a + b for a, b in zip(ready, fixup, strict=True)) - max(ready)
+        low, high = (0.98, 1.5) if plan.fixup == "tree" else (0.9, 1.15)
+        assert low * seconds <= plan.fixup_seconds[plan.fixup] <= high * seconds, plan.fixup
+
+
+def equal_shares(world_size: int, tokens: int) -> list[list[tuple[int, int]]]:
+    return [[(rank * tokens, (rank + 1) * tokens)] for rank in range(world_size)]
 
 
 def test_late_ranks_hold_up_those_that_wait_for_them_alone() -> None:
