@@ -214,7 +214,7 @@ def test_auto_takes_it_where_the_exchange_hides():
 
     for half_lives, expected in (([2.0] * 32, "entry_late"), ([1e9] * 32, "entry_first"), (None, "entry_first")):
         choices = {"head_half_lives": half_lives, **layer}
-        plan = gdncp.plan_prefill([32768], **choices)
+        plan = gdncp.plan_prefill([1 << 19], **choices)
         assert plan.finish == expected
-        assert total(plan) <= total(gdncp.plan_prefill([32768], finish="entry_first", **choices))
+        assert total(plan) <= total(gdncp.plan_prefill([1 << 19], finish="entry_first", **choices))
     assert gdncp.plan_prefill([1000] * 99, **layer).finish == "entry_first"

@@ -185,7 +185,8 @@ def test_checkpoint_rows_partition_all_rows_and_see_the_right_tokens(plan: Prefi
 def test_lanes_divide_a_ranks_items_and_change_nothing_else(arguments: dict[str, Any]) -> None:
     plan = plan_prefill(**arguments)
     lanes = arguments["lanes_per_rank"]
-    single = plan_prefill(**{**arguments, "lanes_per_rank": 1, **grid_of(plan)})
+    own = {"ownership": [plan.token_ranges(rank) for rank in range(plan.world_size)], "opens": plan.opens}
+    single = plan_prefill(**{**arguments, "lanes_per_rank": 1, **grid_of(plan), **own})
     for rank_plan, unlaned in zip(rank_plans(plan), rank_plans(single), strict=True):
         assert len(rank_plan.lanes) == lanes
         assert list(chain.from_iterable(rank_plan.lanes)) == list(range(len(rank_plan.items)))
