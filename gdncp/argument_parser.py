@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
+
+PLANNED = (
+    *("seq_lens", "world_size", "ownership", "head_dim", "cp_chunk_len", "first_cp_chunk_len", "lanes_per_rank"),
+    *("checkpoint_every_n_tokens", "fixup", "fold_span", "finish", "head_half_lives", "forget_below"),
+    *("require_reproducible", "profile"),
+)  # arguments of `plan_prefill` that are options of the same name
 
 
 class Parser(argparse.ArgumentParser):
@@ -16,3 +25,34 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def as_options(message: str, heads: str) -> str:
+    """An error of `plan_prefill` as people know its arguments who gave options; `heads`: what they gave for --heads."""
+    if re.match(r"num_[qkv]_heads", message):
+        return f"--heads {heads}: {message}"
+    long = "|".join(name for name in PLANNED if "_" in name)
+    first = "|".join(PLANNED)  # short ones are words like others, but for the first in a message
+    return re.sub(
+        rf"(?<![\w-])({long})(?!\w)|^({first})(?!\w)", lambda found: "--" + found[0].replace("_", "-"), message
+    )
+
+
+def output_files(args: argparse.Namespace, options: Sequence[str]) -> dict[str, Path]:
+    """Option -> the file that it names, of those that were given.
+
+    Raises ValueError for an empty name, and where two are one file.
+    """
+    files: dict[str, Path] = {}
+    for option in options:
+        name = getattr(args, option.removeprefix("--").replace("-", "_"))
+        if name is None:
+            continue
+        if not name:
+            raise ValueError(f"{option} must name a file, got ''")
+        files[option] = Path(name)
+    for i, option in enumerate(files):
+        for other in [*files][:i]:
+            if files[option].resolve() == files[other].resolve():
+                raise ValueError(f"{option} must be another file than {other}, got {files[option]} for both")
+    return files

@@ -19,12 +19,13 @@ from typing import Any
 
 from rich.console import Console
 
-from gdncp.argument_parser import Parser
+from gdncp.argument_parser import Parser, as_options, output_files
 from gdncp.plan import PROFILES, PrefillPlan, find_profile, plan_prefill, terminal
 from gdncp.plan.svg import svg
 
 LOG_WIDTH = 100  # columns where the output is no terminal
 MOST_SEQUENCES = 1 << 20
+MOST_RANKS = 4096
 
 
 def parser() -> Parser:
@@ -49,8 +50,8 @@ def parser() -> Parser:
     p.add_argument("--forget-below", type=float, help="default: by the dtype; 0: nothing is forgotten")
     p.add_argument("--checkpoint-every-n-tokens", type=int, default=0)
     p.add_argument("--require-reproducible", action="store_true")
-    p.add_argument("--svg", type=Path, help="also write the map to this file")
-    p.add_argument("--json", type=Path, help="also write the plan in words and numbers to this file")
+    p.add_argument("--svg", help="also write the map to this file")
+    p.add_argument("--json", help="also write the plan in words and numbers to this file")
     p.add_argument("--width", type=int, help=f"columns; default: the terminal's, or {LOG_WIDTH}")
     return p
 
@@ -60,13 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = p.parse_args(arguments)
     try:
         width = _width(args.width)
+        files = output_files(args, ("--svg", "--json"))
         plan = _plan(args)
-        if args.svg:
-            _write(args.svg, svg(plan), "--svg")
-        if args.json:
-            _write(args.json, _document(plan), "--json")
+        for option, path in files.items():
+            _write(path, {"--svg": svg, "--json": _document}[option](plan), option)
     except ValueError as error:
-        p.error(str(error))
+        p.error(as_options(str(error), args.heads))
     console = Console(highlight=False)
     terminal.show(plan, console, width or (console.width if console.is_terminal else LOG_WIDTH))
     return 0
@@ -74,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _plan(args: argparse.Namespace) -> PrefillPlan:
     num_q_heads, num_k_heads, num_v_heads = _heads(args.heads)
+    if args.world_size > MOST_RANKS:
+        raise ValueError(f"--world-size must be at most {MOST_RANKS:,}, got {args.world_size}")
     return plan_prefill(
         _seq_lens(args.seq_lens, args.seq_lens_file),
         world_size=args.world_size,
@@ -125,9 +127,11 @@ def _ownership(text: str) -> Any:
     if not text.lstrip().startswith("["):
         return text
     try:
-        return json.loads(text)
-    except ValueError as error:
+        ranges = json.loads(text)
+        repr(ranges)  # what is too deep to be shown is too deep for an error about it
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--ownership is not JSON as [[[start, stop], ...], ...]: {error}") from None
+    return ranges
 
 
 def _heads(text: str) -> tuple[int, int, int]:

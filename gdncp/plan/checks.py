@@ -12,6 +12,7 @@ from typing import Any
 from gdncp.plan.layout import TokenRanges
 
 CHUNK = 64  # tokens in a chunk, the kernel tile
+MOST_TOKENS = 1 << 60  # positions are int64
 
 OWNERSHIPS = ("contiguous", "zigzag")
 FIXUPS = ("chain", "all_gather", "head_sharded", "tree")
@@ -40,9 +41,11 @@ def sequence_lengths(seq_lens: Iterable[Any]) -> tuple[int, ...]:
     lengths = tuple(seq_lens)
     if not lengths:
         raise ValueError("seq_lens must name at least one sequence, got none")
-    if all(type(n) is int and n >= 0 for n in lengths):
-        return lengths
-    return tuple(integer(f"seq_lens[{i}]", n, 0, "a non-negative int") for i, n in enumerate(lengths))
+    if not all(type(n) is int and n >= 0 for n in lengths):
+        lengths = tuple(integer(f"seq_lens[{i}]", n, 0, "a non-negative int") for i, n in enumerate(lengths))
+    if sum(lengths) > MOST_TOKENS:
+        raise ValueError(f"seq_lens must have at most {MOST_TOKENS} tokens in all, got {sum(lengths)}")
+    return lengths
 
 
 def head_counts(num_q_heads: Any, num_k_heads: Any, num_v_heads: Any) -> tuple[int, int, int]:

@@ -39,11 +39,17 @@ class Grid(NamedTuple):
 
     def cells(self, positions: Ints) -> Ints:
         """`cell` of each."""
-        return np.maximum((positions - self.first) // self.length + 1, 0)
+        first, length = self._int64()
+        return np.maximum((positions - first) // length + 1, 0)
 
     def starts(self, cells: Ints) -> Ints:
         """`start` of each."""
-        return np.where(cells > 0, self.first + (cells - 1) * self.length, 0)
+        first, length = self._int64()
+        return np.where(cells > 0, first + (cells - 1) * length, 0)
+
+    def _int64(self) -> tuple[int, int]:
+        """The same for any position that there is."""
+        return min(self.first, 1 << 61), min(self.length, 1 << 61)
 
     def span(self, fold_span: int) -> Grid:
         """Spans of so many cells."""

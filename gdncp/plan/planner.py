@@ -73,8 +73,8 @@ def plan_prefill(
             are predicted as if no head forgot, and the CP chunk length is the best on average over that and over
             half-lives from 4 to 16384 tokens.
         forget_below: the bound below which what entered a CP chunk counts as forgotten; None: by dtype; 0: never.
-        require_reproducible: "auto" leaves out "tree", which associates maps by rank, and a CP chunk length that is
-            chosen depends neither on the world size (explicit ownership apart) nor on lanes.
+        require_reproducible: "tree", which associates maps by rank, is refused and "auto" leaves it out, and a CP chunk
+            length that is chosen depends neither on the world size (explicit ownership apart) nor on lanes.
         profile: costs by which to choose and predict: the name of one in `gdncp.plan.PROFILES`, a path to a .json file
             as `python -m gdncp.calibrate` writes it, or your own.  No device is asked: on CPUs say "cpu".
 
@@ -91,6 +91,8 @@ def plan_prefill(
         checkpoint_positions = checks.checkpoint_positions(checkpoint_positions, lengths, every)
     checks.word("fixup", fixup, ("auto", *checks.FIXUPS))
     checks.word("finish", finish, ("auto", *checks.FINISHES))
+    if require_reproducible and fixup == "tree":
+        raise ValueError("fixup must not be 'tree' where require_reproducible is given: it associates maps by rank")
     if head_half_lives is not None:
         head_half_lives = checks.half_lives(head_half_lives, max(heads))
     if forget_below is not None:

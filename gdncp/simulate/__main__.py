@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gdncp import store
-from gdncp.argument_parser import Parser
+from gdncp.argument_parser import Parser, as_options, output_files
 from gdncp.plan import LINKS, PROFILES, PrefillPlan, find_profile, plan_prefill
 from gdncp.plan.checks import FIXUPS, OWNERSHIPS, word
 from gdncp.simulate import report, tables
@@ -54,8 +54,8 @@ def parser() -> Parser:
     p.add_argument("--gpus-per-node", type=int, help="default: the profile's")
     p.add_argument("--link", help=f"within a node: {', '.join(LINKS)}, or MICROSECONDS:GBYTES_PER_S")
     p.add_argument("--node-link", help="between nodes, of one GPU: likewise")
-    p.add_argument("--json", type=Path, help="also write all of it, per rank, to this file")
-    p.add_argument("--plot", type=Path, help="also write milliseconds over GPUs to this file, as SVG")
+    p.add_argument("--json", help="also write all of it, per rank, to this file")
+    p.add_argument("--plot", help="also write milliseconds over GPUs to this file, as SVG")
     p.add_argument("--check", action="store_true", help="only hold predictions against known times")
     return p
 
@@ -67,14 +67,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not console.is_terminal:
         console = Console(highlight=False, width=LOG_WIDTH)
     if args.check:
+        others = [name for name, value in vars(args).items() if name != "check" and value != p.get_default(name)]
+        if others:
+            p.error(f"--check goes alone, got --{others[0].replace('_', '-')} too")
         return check(console)
     try:
+        files = output_files(args, ("--json", "--plot"))
         cases = Cases(args).simulate()
-        for path, text, option in ((args.json, report.document, "--json"), (args.plot, report.plot, "--plot")):
-            if path:
-                _write(path, text(cases), option)
+        for option, path in files.items():
+            _write(path, {"--json": report.document, "--plot": report.plot}[option](cases), option)
     except ValueError as error:
-        p.error(str(error))
+        p.error(as_options(str(error), args.heads))
     console.print(report.table(cases))
     if len({case.fixup_asked for case in cases if case.scheme == "ours"}) > 1:
         console.print(report.winners(cases))

@@ -59,6 +59,8 @@ NotABool.__name__ = "bool_"
         ({"fixup": "ring"}, ["fixup", "'auto', 'chain', 'all_gather', 'head_sharded', 'tree'", "'ring'"]),
         ({"fixup": "all-gather"}, ["fixup", "did you mean 'all_gather'?"]),
         ({"fixup": None}, ["fixup", "None"]),
+        ({"fixup": "tree", "require_reproducible": True}, ["fixup must not be 'tree'", "require_reproducible"]),
+        ({"seq_lens": [1 << 60, 50]}, ["seq_lens", "at most 1152921504606846976 tokens", "1152921504606847026"]),
         ({"profile": "h20"}, ["profile", "did you mean 'h200'?"]),
         (
             {"ownership": "zig-zag"},

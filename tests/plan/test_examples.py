@@ -240,3 +240,8 @@ def test_explain_says_what_a_person_asks() -> None:
     many = plan_prefill([1 << 16], world_size=64, cp_chunk_len=256, **HEADS).explain()
     assert "(49 ranks left out)" in many
     assert all(line == line.rstrip() for line in (text + many).splitlines())
+
+
+def test_cp_chunks_longer_than_any_int64_leave_sequences_whole() -> None:
+    plan = plan_prefill([300, 100], cp_chunk_len=64 << 80, world_size=2, ownership="zigzag", **HEADS)
+    assert plan.num_cp_chunks == 2 and plan.num_tokens_total == 400

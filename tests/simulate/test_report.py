@@ -67,7 +67,11 @@ def test_batches() -> None:
         ("--scheme fla", "--scheme must be ours or one of"),
         ("--scheme fla-cp --seq-lens 64x2", "--scheme: peers are simulated for --seq-lens of one sequence"),
         ("--scheme fla-cp --profile cpu", "--scheme: peers' times are known for"),
-        ("--cp-chunk-len 100", "cp_chunk_len must be"),
+        ("--cp-chunk-len 100", "--cp-chunk-len must be"),
+        ("--heads 16/24", "--heads 16/24: num_q_heads=16"),
+        ("--check --profile nowhere", "--check goes alone, got --gpus too"),
+        ("--json same --plot ./same", "--plot must be another file than --json"),
+        ("--plot=", "--plot must name a file"),
         ("--json /dev/null/x", "--json /dev/null/x:"),
     ],
 )
