@@ -139,7 +139,7 @@ def _build(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
         },
         device,
     )
-    return Layout(
+    layout = Layout(
         runs=_runs(share, device) if plan.fold_span == 1 and (late or not plan.crosses_ranks) else None,
         exchange=chain.rounds_on(plan, rank, device) if plan.crosses_ranks and plan.fixup == "chain" else (),
         has_early=late and any(s.previous is None or s.num_items > 1 for s in share.segments),
@@ -160,6 +160,9 @@ def _build(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
         starts_all=[sequence for _, sequence in first] == list(range(plan.num_sequences)),
         ends_all=list(share.final_sequences) == list(range(plan.num_sequences)),
     )
+    # with `late` they are computed on the device: now, before another stream or a graph's capture asks for them
+    _ = layout.tables_from_zeros
+    return layout
 
 
 def _runs(share: RankPlan, device: torch.device) -> FoldRuns:

@@ -105,6 +105,7 @@ class EntryStates:
     stats: collectives.FixupStats
     maps: AffineMaps | None = None  # as the exchange saw them, where stage 4 is in two parts
     exchange: torch.cuda.Stream | None = None  # where the exchange is under way; None: it is over for this stream
+    composed: AffineMaps | None = None  # with spans; kept, as the exchange under way may not have read them yet
 
     @property
     def states(self) -> torch.Tensor:
@@ -264,7 +265,7 @@ def fixup(summary: Summary) -> EntryStates:
             stats = collectives.state_fixup(*arguments, call.group, composed)
         if plan.finish == "entry_late":
             _fold_here(summary, composed)
-    return EntryStates(summary, stats, maps, stream)
+    return EntryStates(summary, stats, maps, stream, composed)
 
 
 def _fold_here(summary: Summary, composed: AffineMaps | None = None) -> None:

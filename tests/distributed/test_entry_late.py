@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import product
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import gdncp
-from gdncp import collectives
+from gdncp import collectives, layout
 from gdncp.backends import torch_backend
 from gdncp.backends.base import Part
 from tests.conftest import SAME_BITS_TARGETS
@@ -193,6 +194,37 @@ def test_where_every_head_forgets_only_first_cp_chunks_wait(name, span):
 
 
 # ---- the plan
+
+
+def _composed_lives(rank: int) -> bool:
+    plan = late_plan("one long", 3, "contiguous", 32, fixup="all_gather", fold_span=2)
+    _, tokens, _ = batch("one long", "mixed", torch.float32, plan.head_dim)
+    own = {n: torch.cat([x[a:b] for a, b in plan.token_ranges(rank)]) for n, x in tokens.items()}
+    made, compose = [], collectives.compose
+
+    def watched(*arguments):
+        made.append(compose(*arguments))
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "compose", watched)
+        entry = gdncp.fixup(gdncp.summarise(plan, **own))
+    alive = weakref.ref(made.pop())
+    lives = alive() is not None
+    gdncp.finish(entry)
+    return lives
+
+
+def test_composed_maps_live_while_the_exchange_may_read_them():
+    """Freed when `fixup` returns, their memory would go to what the other stream allocates next."""
+    assert all(run_ranks(_composed_lives, 3))
+
+
+def test_tables_of_early_parts_are_there_before_a_second_stream_or_a_capture_asks(monkeypatch):
+    plan = late_plan("one long", 3, "contiguous", 32)
+    found = layout._build(plan, 1, torch.device("cpu"))
+    monkeypatch.setattr(torch, "where", None)
+    assert all(table.before_exchange.early is not None for table in found.tables_from_zeros)
 
 
 def test_the_plan_says_how_it_finishes():

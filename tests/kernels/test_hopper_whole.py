@@ -10,6 +10,7 @@ import gdncp
 from gdncp import calls, stages, validation
 from gdncp.backends import get_backend
 from gdncp.backends.hopper_backend import HopperBackend
+from gdncp.collectives import FixupStats
 from gdncp.collectives.wire import Wire
 from gdncp_kernels.hopper import checkpoints, launch, precompute_t, recurrence_launches, state_fixup, states
 from gdncp_kernels.hopper.launch import Launcher, Launches, Number, Pointer, Tile
@@ -145,12 +146,12 @@ def test_where_something_comes_between_the_stages_run(recorded, monkeypatch, nam
 
 
 @pytest.fixture
-def two_ranks(monkeypatch):
-    """`two_ranks(rank)`: a group in which messages go nowhere; what is sent and received is told."""
+def ranks(monkeypatch):
+    """`ranks(rank, world_size)`: a group in which messages go nowhere; what is sent and received is told."""
     messages = []
 
-    def join(rank):
-        dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    def join(rank, world_size=2):
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         return messages
 
     def exchange(wire, sends, receives):
@@ -169,9 +170,9 @@ def two_ranks(monkeypatch):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("initial", [False, True])
 @pytest.mark.parametrize("ownership", ["contiguous", "zigzag"])
-def test_so_do_calls_that_hand_states_on(recorded, two_ranks, monkeypatch, rank, initial, ownership):
+def test_so_do_calls_that_hand_states_on(recorded, ranks, monkeypatch, rank, initial, ownership):
     """Launches are those of the stages, and between the same ones the same messages."""
-    messages = two_ranks(rank)
+    messages = ranks(rank)
     words = {"cp_chunk_len": 128, "fixup": "chain", "finish": "entry_first", "ownership": ownership}
     plan = gdncp.plan_prefill([1000, 0, 330], world_size=2, **words, **HEADS)
     tokens = random_tokens(plan.num_tokens(rank), heads=(1, 1, H), dim=D, dtype=torch.bfloat16)
@@ -192,6 +193,23 @@ def test_so_do_calls_that_hand_states_on(recorded, two_ranks, monkeypatch, rank,
     monkeypatch.setattr("gdncp.stages.summarise", None)
     assert call() == staged
     assert [[[(peer, n) for peer, _, n in given] for given in both] for both in messages] == in_stages != []
+
+
+@pytest.mark.parametrize("machine", ["3.6"], indirect=True)
+def test_a_rank_without_messages_connects_with_the_others(recorded, ranks, monkeypatch):
+    """NCCL connects in a call of all ranks: those that exchange states would wait for it."""
+    ranks(2, world_size=3)
+    owners = [[(0, 256)], [(256, 640)], [(640, 1200)]]
+    words = {"cp_chunk_len": 128, "fixup": "chain", "finish": "entry_first", "ownership": owners}
+    plan, connected = gdncp.plan_prefill([640, 560], world_size=3, **words, **HEADS), []
+    monkeypatch.setattr(Wire, "open_point_to_point", lambda wire: connected.append(wire.stage))
+    monkeypatch.setattr("gdncp.stages.summarise", None)
+    tokens = random_tokens(560, heads=(1, 1, H), dim=D, dtype=torch.bfloat16)
+    arguments = {**tokens, "backend": "hopper", "output_state": torch.zeros(2, H, D, D)}
+    results = []
+    recorded(lambda: results.append(gdncp.prefill(plan, **arguments)), arguments)
+    assert connected == ["state_fixup by chain"]
+    assert results[0].fixup == FixupStats("chain")
 
 
 def test_what_the_copy_engine_cannot_read_runs_in_stages(recorded):

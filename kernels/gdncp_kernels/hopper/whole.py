@@ -119,19 +119,19 @@ class Whole:
             entry_states,
             final_states[0] if final_states else destination,
         )
-        first, *others = self._parts
-        if not others:
-            first(*changing)
-            return LOCAL
+        *parts, last = self._parts
         assert call.plan is not None
+        if not call.plan.crosses_ranks:
+            last(*changing)
+            return LOCAL
         wire = Wire(call.group, inputs.q.device, "state_fixup by chain")
-        wire.open_point_to_point()
+        wire.open_point_to_point()  # which a rank joins that has nothing to send or receive
         states = memory.view(torch.float32)
-        for launches, (sends, receives) in zip(self._parts, self._exchanges):  # noqa: B905  one part follows them
+        for launches, (sends, receives) in zip(parts, self._exchanges, strict=True):
             launches(*changing)
             outgoing, landing = ([(peer, states[place]) for peer, place in given] for given in (sends, receives))
             wire.exchange(outgoing, landing).wait()
-        others[-1](*changing)
+        last(*changing)
         wire.finish()
         return stats_of(wire, "chain")
 
