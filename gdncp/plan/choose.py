@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,10 +42,12 @@ def fresh_half_lives(num_heads: int) -> list[float]:
 
 def choose_fixup(load: cost.FixupLoad, profile: CostProfile, require_reproducible: bool) -> str:
     """The cheapest strategy.  A tree, which associates maps by rank and so ties bits to ranks, has to win clearly."""
-    seconds = cost.fixup_seconds(profile, load)
-    tree = seconds.pop("tree")
-    in_order = min(seconds, key=lambda strategy: seconds[strategy])  # on a tie the first named
-    return "tree" if not require_reproducible and tree < _CLEARLY * seconds[in_order] else in_order
+    return _cheapest(cost.fixup_seconds(profile, load), require_reproducible)
+
+
+def _cheapest(seconds: Mapping[str, float], require_reproducible: bool) -> str:
+    in_order = min((name for name in seconds if name != "tree"), key=seconds.__getitem__)  # on a tie the first named
+    return "tree" if not require_reproducible and seconds["tree"] < _CLEARLY * seconds[in_order] else in_order
 
 
 def choose_plan(usual: PrefillPlan, other: PrefillPlan, gates: Sequence[Sequence[float] | None]) -> PrefillPlan:
@@ -61,17 +63,34 @@ def choose_span(
     """The plan with composed maps, of as many CP chunks as it gains most by; or without."""
     best, span = flat, 2
     while span <= flat.pieces.num_items.max():
-        best = choose_plan(best, with_span(span), gates)
-        span *= 2
+        found = choose_plan(best, with_span(span), gates)
+        if found is best and best is not flat:  # longer ones gain less and less
+            break
+        best, span = found, 2 * span
     return best
 
 
-def crossing_seconds(profile: CostProfile, fixup: str, require_reproducible: bool) -> Callable[[cost.FixupLoad], float]:
-    """What a fixup that crosses ranks takes, by the strategy asked for."""
+def crossing_seconds(
+    profile: CostProfile, fixup: str, require_reproducible: bool, spans: bool = False
+) -> Callable[[cost.FixupLoad], float]:
+    """What a fixup that crosses ranks takes, by the strategy asked for; `spans`: maps may be composed before."""
+
+    def flat(load: cost.FixupLoad) -> float:
+        seconds = cost.fixup_seconds(profile, load)
+        return seconds[_cheapest(seconds, require_reproducible) if fixup == "auto" else fixup]
 
     def seconds(load: cost.FixupLoad) -> float:
-        strategy = choose_fixup(load, profile, require_reproducible) if fixup == "auto" else fixup
-        return cost.fixup_seconds(profile, load)[strategy]
+        if not spans or load.maps_per_rank < 2:
+            return flat(load)
+        span = 1 << (load.maps_per_rank.bit_length() - 1)
+        composed = load._replace(
+            num_maps=math.ceil(load.num_maps / span),
+            depth=math.ceil(load.depth / span),
+            maps_per_rank=math.ceil(load.maps_per_rank / span),
+            fold_span=span,
+            cp_chunks_per_rank=load.maps_per_rank,
+        )
+        return min(flat(load), flat(composed))
 
     return seconds
 
@@ -85,6 +104,7 @@ def choose_grid(
     lanes_per_rank: int = 1,
     fixup: str = "auto",
     require_reproducible: bool = False,
+    spans: bool = False,
 ) -> layout.Grid:
     """The grid of least predicted time among some dozens; of equals the coarsest, so that nothing is cut in vain.
 
@@ -93,6 +113,8 @@ def choose_grid(
     require_reproducible: where ownership is cut on the grid, the same for every world size: that of least time times
         ranks, over the worlds of one node.
 
+    spans: maps may be composed over spans of CP chunks, so that many CP chunks cost less between ranks.
+
     First CP chunks may be longer or shorter than the others: stage 2's launch ends when the longest of them, of
     stage 4, and of the N and M of the others do. On several ranks that is so for contiguous ownership of few
     sequences, where all ranks would wait for the first one's.
@@ -100,7 +122,7 @@ def choose_grid(
     if not any(seq_lens):
         return layout.Grid(CHUNK, CHUNK)
     worlds = _WORLDS if require_reproducible and isinstance(ownership, str) else (world_size,)
-    searches = [_Search(seq_lens, world, ownership, fixup, require_reproducible, models[0]) for world in worlds]
+    searches = [_Search(seq_lens, world, ownership, fixup, require_reproducible, models[0], spans) for world in worlds]
     costs = [_Costs(searches, model) for model in models]
     lengths = set().union(*(search.candidates(1 if require_reproducible else lanes_per_rank) for search in searches))
     grids = [layout.Grid(length, length) for length in sorted(lengths, reverse=True)]
@@ -225,12 +247,12 @@ class _Search:
         fixup: str,
         require_reproducible: bool,
         model: StageModel,  # whichever: gates do not matter here
+        spans: bool,
     ) -> None:
         self.seq_starts = layout.sequence_starts(seq_lens)
         self.world_size = world_size
         self.ownership = ownership
-        self.fixup = fixup
-        self.require_reproducible = require_reproducible
+        self.crossing = crossing_seconds(model.profile, fixup, require_reproducible, spans)
         self.model = model
         self.longest = max(seq_lens)
         self.share = self.seq_starts[-1] / world_size  # tokens of a rank
@@ -259,8 +281,7 @@ class _Search:
         if not self.few:
             shape = self.shape(grid)
             return sum(model.seconds(shape.kinds)) + shape.fixup
-        crossing = crossing_seconds(model.profile, self.fixup, self.require_reproducible)
-        balance = Balance(self.seq_starts, self.world_size, grid, model, crossing)
+        balance = Balance(self.seq_starts, self.world_size, grid, model, self.crossing)
         return balance.seconds(balance.cuts(refined=False))
 
     def shape(self, grid: layout.Grid) -> _Shape:
@@ -328,10 +349,7 @@ class _Search:
             num_heads=model.num_heads,
             head_dim=model.head_dim,
         )
-        fixup = self.fixup
-        if fixup == "auto":
-            fixup = choose_fixup(load, model.profile, self.require_reproducible)
-        return fold + cost.fixup_seconds(model.profile, load)[fixup]
+        return fold + self.crossing(load)
 
 
 def _groups(seq_lens: Sequence[int]) -> list[tuple[int, int]]:

@@ -108,6 +108,7 @@ def plan_prefill(
         ownership = checks.token_ranges(ownership, sum(lengths), world_size)
 
     seq_starts = layout.sequence_starts(lengths)
+    is_free = cp_chunk_len is None and not require_reproducible and isinstance(ownership, str)
     gates: list[Sequence[float] | None] = [head_half_lives]  # that the layer may have
     if head_half_lives is None and forget_below != 0:
         gates.append(choose.typical_half_lives(max(heads)))
@@ -167,10 +168,6 @@ def plan_prefill(
         )
 
     def finished(plan: PrefillPlan) -> PrefillPlan:
-        is_free = cp_chunk_len is None and not require_reproducible and isinstance(ownership, str)
-        if is_free and fold_span is None and plan.crosses_ranks and len(plan.pieces) <= _MOST_COMPARED:
-            grid, opens = plan.grid, plan.opens
-            plan = choose.choose_span(plan, lambda span: on_grid(grid, None, opens, span), gates)
         if finish == "entry_first" or not plan.crosses_ranks:
             return plan
         late = replace(plan, finish="entry_late")
@@ -203,8 +200,12 @@ def plan_prefill(
             lanes_per_rank=lanes,
             fixup=fixup,
             require_reproducible=require_reproducible,
+            spans=is_free and fold_span is None,
         )
-        return on_grid(grid, None, opens)
+        plan = on_grid(grid, None, opens)
+        if is_free and fold_span is None and plan.crosses_ranks and len(plan.pieces) <= _MOST_COMPARED:
+            plan = choose.choose_span(plan, lambda span: on_grid(grid, None, opens, span), gates)
+        return plan
 
     if opens is not None:
         return finished(chosen(opens))

@@ -11,7 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -41,7 +41,10 @@ def many() -> PrefillPlan:
 
 # ---- what is drawn
 
+quick = settings(deadline=None, max_examples=50)
 
+
+@quick
 @given(plans, st.integers(8, 200), st.integers(1, 4))
 def test_every_cp_chunk_is_drawn_once_and_in_order(plan: PrefillPlan, columns: int, narrowest: int) -> None:
     rows = draw(plan, columns=columns, narrowest=narrowest).rows
@@ -55,6 +58,7 @@ def test_every_cp_chunk_is_drawn_once_and_in_order(plan: PrefillPlan, columns: i
     assert sorted(drawn) == [chunk for chunk in plan.cp_chunks if chunk.num_tokens]
 
 
+@quick
 @given(plans, st.integers(8, 200), st.integers(1, 4))
 def test_blocks_lie_side_by_side_as_wide_as_their_tokens(plan: PrefillPlan, columns: int, narrowest: int) -> None:
     rows = [row for row in draw(plan, columns=columns, narrowest=narrowest).rows if row.blocks]
@@ -66,6 +70,7 @@ def test_blocks_lie_side_by_side_as_wide_as_their_tokens(plan: PrefillPlan, colu
         assert row.blocks[-1].right == max(round(row.num_tokens * columns / longest), narrowest)
 
 
+@quick
 @given(plans)
 def test_states_that_cross_ranks_are_marked(plan: PrefillPlan) -> None:
     entering = sum(block.num_entering for row in draw(plan).rows for block in row.blocks)
@@ -189,6 +194,7 @@ def test_balance_is_the_mean_over_the_slowest() -> None:
 # ---- SVG
 
 
+@quick
 @given(plans)
 def test_the_svg_has_every_block_of_the_picture(plan: PrefillPlan) -> None:
     root = ElementTree.fromstring(svg(plan))
