@@ -74,7 +74,7 @@ def _call(
             0: exact.
         check: all ranks agree on arguments first, and look at device values; one rank's error raises on every rank.
         timed: measure stages, see `PrefillResult.timings`.
-        keep_entry: keep maps, entry states and inputs as `PrefillResult.entry`, for `gdncp.forgetting`.
+        keep_entry: keep maps, entry states and inputs as `PrefillResult.entries`, for `gdncp.forgetting`.
 
     Raises:
         ValueError: naming the argument, what was given and what is allowed, before any data collective.

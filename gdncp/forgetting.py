@@ -15,7 +15,8 @@ and checks, not for the hot path.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -112,6 +113,13 @@ def rank_terms(
         forgot=forgot,
         scanned=scanned,
     )
+
+
+def joined(groups: Sequence[RankTerms]) -> RankTerms:
+    """A rank's terms from those of its groups of heads, in order."""
+    names = ("gain", "output_gain", "checkpoint_gain", "entry_norm", "dropped", "forgot", "scanned")
+    heads: Any = {name: torch.cat([getattr(terms, name) for terms in groups], dim=1) for name in names}
+    return replace(groups[0], **heads)
 
 
 def error_bound(terms: Sequence[RankTerms]) -> ForgettingBound:

@@ -60,6 +60,7 @@ class Call:
     group: dist.ProcessGroup | None  # None: nobody to talk to
     timer: StageTimer
     keep_entry: bool = False  # else a result that is kept would hold scratch and inputs in memory
+    lane: int = 0  # of a group of heads: exchanges of groups run on streams of their own
 
     @property
     def skips_starts(self) -> bool:
@@ -70,6 +71,12 @@ class Call:
     def tables(self) -> tuple[WorkTable, ...]:
         """Per lane."""
         return self.layout.tables_from_zeros if self.skips_starts else self.layout.tables
+
+    @property
+    def divides_heads(self) -> bool:
+        """It is of all heads, and lanes divide them."""
+        plan = self.plan
+        return plan is not None and len(plan.head_groups) > 1 and self.state_shape[0] == plan.num_state_heads
 
     @property
     def final_in_place(self) -> bool:
@@ -132,6 +139,12 @@ class PrefillResult:
     fixup: collectives.FixupStats  # what this rank sent and received in stage 3
     entry: EntryStates | None  # maps, entry states and inputs, for reports: only where `keep_entry` asked for them
     timer: StageTimer
+    groups: tuple[EntryStates, ...] = ()  # in place of `entry` where lanes divide heads: of each group
+
+    @property
+    def entries(self) -> tuple[EntryStates, ...]:
+        """What `keep_entry` asked for, heads in order."""
+        return self.groups if self.entry is None else (self.entry,)
 
     @property
     def timings(self) -> dict[str, float]:
@@ -166,6 +179,10 @@ def without_gradients(run: Callable[P, R]) -> Callable[P, R]:
 def run(call: Call) -> PrefillResult:
     """All stages, at once where the backend can and nobody looks between them."""
     backend = call.backend
+    if call.divides_heads:
+        from gdncp.head_groups import run_groups  # which needs all of this
+
+        return run_groups(call)
     stats = None
     if runs_whole(backend) and not (call.timer.enabled or call.keep_entry):
         stats = backend.run_whole(call)
@@ -177,6 +194,8 @@ def run(call: Call) -> PrefillResult:
 @without_gradients
 def summarise(call: Call) -> Summary:
     """Stages 1 and 2 on every lane."""
+    if call.divides_heads:
+        raise ValueError("plan must not have lanes_by='heads' here: its groups of heads run side by side, by prefill")
     layout, device = call.layout, call.inputs.q.device
     spare = layout.num_sequence_items is not None
     rows = layout.num_items + layout.num_stand_ins + spare
@@ -258,7 +277,7 @@ def fixup(summary: Summary) -> EntryStates:
             composed = collectives.compose(plan, call.rank, maps, call.backend.fold)
         device, stream = call.inputs.q.device, None
         if plan.finish == "entry_late" and device.type == "cuda":
-            stream = _exchange_stream(device)
+            stream = _exchange_stream(device, call.lane)
             stream.wait_stream(torch.cuda.current_stream(device))
         with nullcontext() if stream is None else torch.cuda.stream(stream):  # first, so that peers need not wait
             arguments = (plan, call.rank, maps, summary.entry_states, call.backend.fold)
@@ -282,14 +301,14 @@ def _fold_here(summary: Summary, composed: AffineMaps | None = None) -> None:
         collectives.fold_here(call.plan, call.rank, maps, summary.entry_states, fold, composed)
 
 
-_EXCHANGE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+_EXCHANGE_STREAMS: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
 
-def _exchange_stream(device: torch.device) -> torch.cuda.Stream:
+def _exchange_stream(device: torch.device, lane: int) -> torch.cuda.Stream:
     """Of high priority: what an exchange waits for, and folds, must not queue behind the programs of stage 4."""
-    if device not in _EXCHANGE_STREAMS:
-        _EXCHANGE_STREAMS[device] = torch.cuda.Stream(device, priority=-1)
-    return _EXCHANGE_STREAMS[device]
+    if (device, lane) not in _EXCHANGE_STREAMS:
+        _EXCHANGE_STREAMS[device, lane] = torch.cuda.Stream(device, priority=-1)
+    return _EXCHANGE_STREAMS[device, lane]
 
 
 @without_gradients
@@ -366,12 +385,16 @@ def _on_lanes(call: Call, run: Callable[[int, WorkTable], Any]) -> tuple[Any, ..
     for lane, table in enumerate(tables):
         stream = current
         if lane > 0:
-            if (device, lane) not in _LANE_STREAMS:
-                _LANE_STREAMS[device, lane] = torch.cuda.Stream(device)
-            stream = _LANE_STREAMS[device, lane]
+            stream = lane_stream(device, lane)
             stream.wait_stream(current)
         with torch.cuda.stream(stream):
             results.append(run(lane, table))
     for lane in range(1, len(tables)):
-        current.wait_stream(_LANE_STREAMS[(device, lane)])
+        current.wait_stream(lane_stream(device, lane))
     return tuple(results)
+
+
+def lane_stream(device: torch.device, lane: int) -> torch.cuda.Stream:
+    if (device, lane) not in _LANE_STREAMS:
+        _LANE_STREAMS[device, lane] = torch.cuda.Stream(device)
+    return _LANE_STREAMS[device, lane]

@@ -38,6 +38,7 @@ class TokenInputs:
     gate_space: GateSpace = "linear"
     use_qk_l2norm: bool = False
     precision: Precision = "fast"
+    some_heads: bool = False  # all of these are views of some heads of the caller's: rows are further apart
 
     @property
     def num_state_heads(self) -> int:
@@ -48,7 +49,10 @@ class TokenInputs:
         """One for all inputs that what is prepared for one call is good for."""
         q, k, v = self.q, self.k, self.v
         shapes = (q.shape, k.shape, v.shape, q.dtype, q.device, self.gate is None, self.beta is None)
-        return _kind(*shapes, self.gate_space, self.use_qk_l2norm, self.precision)
+        strides: tuple[int, ...] = ()
+        if self.some_heads:
+            strides = tuple(x.stride(0) for x in (q, k, v, self.gate, self.beta) if x is not None)
+        return _kind(*shapes, *strides, self.gate_space, self.use_qk_l2norm, self.precision)
 
 
 @lru_cache(maxsize=1024)

@@ -71,10 +71,12 @@ def load(x: torch.Tensor, tiles: Tiles, pairs: torch.Tensor, num_heads: int) -> 
 
     Rows that are not the item's may hold anything, NaN too: they are replaced, never multiplied away.
     """
-    heads = x.shape[1]
+    heads, dim = x.shape[1:]
+    per_row = x.stride(0) // dim  # more than `heads` where these are some of a tensor's
     chunk, head = pairs // num_heads, pairs % num_heads * heads // num_heads
-    index = tiles.rows[chunk] * heads + head[:, None]
-    tokens = x.reshape(-1, x.shape[2]).index_select(0, index.flatten()).view(*index.shape, -1)
+    index = tiles.rows[chunk] * per_row + head[:, None]
+    flat = x.as_strided((max((x.shape[0] - 1) * per_row + heads, 0), dim), (dim, 1))
+    tokens = flat.index_select(0, index.flatten()).view(*index.shape, -1)
     return torch.where(tiles.valid[chunk][:, :, None], tokens.float(), 0.0)
 
 
@@ -123,12 +125,12 @@ def _gates(inputs: TokenInputs, tiles: Tiles, pairs: torch.Tensor) -> tuple[torc
     """log alpha (float64) and beta (fp32) [pairs, 64], 0 where there is no token."""
     num_heads = inputs.num_state_heads
     chunk = pairs // num_heads
-    index, valid = tiles.rows[chunk] * num_heads + (pairs % num_heads)[:, None], tiles.valid[chunk]
+    row, head, valid = tiles.rows[chunk], (pairs % num_heads)[:, None], tiles.valid[chunk]
 
     def take(gate: torch.Tensor | None, default: float) -> torch.Tensor:
         if gate is None:
-            return torch.full(index.shape, default, dtype=torch.float32, device=index.device)
-        return gate.reshape(-1)[index]
+            return torch.full(row.shape, default, dtype=torch.float32, device=row.device)
+        return gate[row, head]
 
     if inputs.gate_space == "log":
         log_alpha = take(inputs.gate, 0.0).double()

@@ -29,6 +29,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CONF_DIR = next(d for d in (PACKAGE / "conf", PACKAGE.parent / "conf") if d.is_dir())  # installed, or a checkout
 
 Fixup = Enum("Fixup", ["auto", "chain", "all_gather", "head_sharded", "tree"])
+LanesBy = Enum("LanesBy", ["cp_chunks", "heads"])
 Finish = Enum("Finish", ["auto", "entry_first", "entry_late"])
 GateSpace = Enum("GateSpace", ["linear", "log"])
 Precision = Enum("Precision", ["fast", "high"])
@@ -70,6 +71,7 @@ class PrefillConfig:
     fold_span: int | None = MISSING
     finish: Finish = MISSING
     lanes_per_rank: int = MISSING
+    lanes_by: LanesBy = MISSING
     require_reproducible: bool = MISSING
     profile: str | None = MISSING
     checkpoint_every_n_tokens: int | None = MISSING

@@ -18,7 +18,7 @@ from gdncp import api, store, validation
 from gdncp.cli.inputs import Defaults, Source, open_source
 from gdncp.cli.ranks import Ranks, RunFailure
 from gdncp.cli.verify import verify
-from gdncp.forgetting import ForgettingBound, error_bound, rank_terms
+from gdncp.forgetting import ForgettingBound, error_bound, joined, rank_terms
 from gdncp.plan import PrefillPlan, default_profile, plan_prefill
 from gdncp.plan.choose import balanced, unsplit
 from gdncp.stages import STAGES, PrefillResult
@@ -78,8 +78,7 @@ def _run(config: Config, run_dir: Path, ranks: Ranks, screen: Screen | None, rep
 
     bound = forgetting(plan, result, ranks)
     report["forgetting"] = bound.summary()
-    assert result.entry is not None  # asked for
-    report["backend"] = result.entry.summary.call.backend.name
+    report["backend"] = result.entries[0].summary.call.backend.name
     if report["backend"] == "triton":
         from gdncp_kernels import launch_table  # needs triton
 
@@ -126,6 +125,7 @@ def prepare(config: Config, world_size: int, device: torch.device) -> Prepared:
         fold_span=config["fold_span"],
         finish=config["finish"],
         lanes_per_rank=config["lanes_per_rank"],
+        lanes_by=config["lanes_by"],
         forget_below=config["forget_below"],
         require_reproducible=config["require_reproducible"],
         profile=config["profile"] or default_profile(device.type),
@@ -204,10 +204,11 @@ def gather_states(
 
 def forgetting(plan: PrefillPlan, result: PrefillResult, ranks: Ranks) -> ForgettingBound:
     """What forgetting may have cost, over all ranks; the same on every rank."""
-    assert result.entry is not None  # asked for
-    summary = result.entry.summary
-    terms = rank_terms(summary.call.inputs, plan.rank_plan(ranks.rank), summary.maps, result.entry.states)
-    return error_bound(ranks.gather(terms))
+    share = plan.rank_plan(ranks.rank)
+    groups = [
+        rank_terms(entry.summary.call.inputs, share, entry.summary.maps, entry.states) for entry in result.entries
+    ]
+    return error_bound(ranks.gather(joined(groups)))
 
 
 def _write_output(run_dir: Path, plan: PrefillPlan, rank: int, result: PrefillResult) -> None:
@@ -243,6 +244,7 @@ def describe_plan(plan: PrefillPlan) -> Report:
         "fold_span": plan.fold_span,
         "finish": plan.finish,
         "lanes_per_rank": plan.lanes_per_rank,
+        "lanes_by": plan.lanes_by,
         "crosses_ranks": plan.crosses_ranks,
         "num_checkpoints": plan.num_checkpoints,
         "profile": plan.profile.name,

@@ -17,6 +17,7 @@ MOST_TOKENS = 1 << 60  # positions are int64
 OWNERSHIPS = ("contiguous", "zigzag")
 FIXUPS = ("chain", "all_gather", "head_sharded", "tree")
 FINISHES = ("entry_first", "entry_late")
+LANES_BY = ("cp_chunks", "heads")
 
 
 def integer(name: str, value: Any, low: int, allowed: str) -> int:

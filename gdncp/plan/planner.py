@@ -35,6 +35,7 @@ def plan_prefill(
     fold_span: int | None = None,
     finish: str = "auto",
     lanes_per_rank: int = 1,
+    lanes_by: str = "cp_chunks",
     head_half_lives: Sequence[float] | None = None,
     forget_below: float | None = None,
     require_reproducible: bool = False,
@@ -67,8 +68,10 @@ def plan_prefill(
         finish: whether stage 4 waits for the exchange as a whole: "entry_first"; or, "entry_late", only where an entry
             state depends on it, head by head, while the rest runs beside it.  Same bits.  "auto": by predicted time.
             Where no sequence crosses ranks it is "entry_first".
-        lanes_per_rank: CUDA streams (or in-process lanes) to divide a rank's CP chunks among. Never
+        lanes_per_rank: CUDA streams (or in-process lanes) to divide a rank's work among. Never
             changes the bits of a given CP chunk length; one that is chosen may depend on it.
+        lanes_by: what lanes divide: "cp_chunks", or "heads": each lane does all of a group of heads, so that one
+            group's exchange runs beside another's scans. Heads that share a key head stay together.
         head_half_lives: tokens in which each state head's gates halve a state, as far as the host knows. None: times
             are predicted as if no head forgot, and the CP chunk length is the best on average over that and over
             half-lives from 4 to 16384 tokens.
@@ -86,6 +89,7 @@ def plan_prefill(
     heads = checks.head_counts(num_q_heads, num_k_heads, num_v_heads)
     head_dim = checks.integer("head_dim", head_dim, 1, "a positive int")
     lanes = checks.integer("lanes_per_rank", lanes_per_rank, 1, "a positive int")
+    checks.word("lanes_by", lanes_by, checks.LANES_BY)
     every = checks.checkpoint_interval(checkpoint_every_n_tokens)
     if checkpoint_positions is not None:
         checkpoint_positions = checks.checkpoint_positions(checkpoint_positions, lengths, every)
@@ -159,6 +163,7 @@ def plan_prefill(
             finish="entry_first",
             finish_requested=finish,
             lanes_per_rank=lanes,
+            lanes_by=lanes_by,
             head_half_lives=head_half_lives,
             forget_below=forget_below,
             require_reproducible=bool(require_reproducible),
@@ -197,7 +202,7 @@ def plan_prefill(
             world_size,
             ownership,
             [model(opens, half_lives) for half_lives in gates],
-            lanes_per_rank=lanes,
+            lanes_per_rank=lanes if lanes_by == "cp_chunks" else 1,
             fixup=fixup,
             require_reproducible=require_reproducible,
             spans=is_free and fold_span is None,

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from gdncp.plan import cost, layout
 from gdncp.plan.columns import Runs, Segments
@@ -43,6 +43,7 @@ class PrefillPlan:
     finish: str  # resolved: "entry_first" or "entry_late"
     finish_requested: str
     lanes_per_rank: int
+    lanes_by: str  # "cp_chunks" or "heads"
     head_half_lives: tuple[float, ...] | None  # tokens
     forget_below: float | None  # None: the default of the inputs' dtype
     require_reproducible: bool
@@ -110,7 +111,7 @@ class PrefillPlan:
                 self.pieces.make(rank),
                 seq_starts=self.seq_starts,
                 grid=self.grid,
-                num_lanes=self.lanes_per_rank,
+                num_lanes=self.cp_chunk_lanes,
                 checkpoint_every_n_tokens=self.checkpoint_every_n_tokens,
                 checkpoint_positions=self.checkpoint_positions,
             )
@@ -158,6 +159,19 @@ class PrefillPlan:
     def num_checkpoints(self) -> int:
         return self.checkpoint_cu_starts[-1]
 
+    @property
+    def cp_chunk_lanes(self) -> int:
+        """Lanes that divide a rank's CP chunks."""
+        return self.lanes_per_rank if self.lanes_by == "cp_chunks" else 1
+
+    @cached_property
+    def head_groups(self) -> tuple[tuple[int, int], ...]:
+        """State heads [start, stop) of each lane, where lanes divide heads; else one group of all."""
+        count = min(self.lanes_per_rank, self.num_k_heads) if self.lanes_by == "heads" else 1
+        each = self.num_state_heads // self.num_k_heads  # those that share a key head
+        bounds = [i * self.num_k_heads // count * each for i in range(count + 1)]
+        return tuple(pairwise(bounds))
+
     @cached_property
     def crosses_ranks(self) -> bool:
         """Some sequence has more than one segment, so a fixup exchanges something."""
@@ -190,6 +204,7 @@ class PrefillPlan:
             *(() if self.fold_span == 1 else ("spans", self.fold_span)),
             self.finish,
             self.lanes_per_rank,
+            *(("heads",) if len(self.head_groups) > 1 else ()),
             self.head_half_lives,
             self.forget_below,
         )

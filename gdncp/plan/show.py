@@ -131,7 +131,7 @@ def _rows(plan: PrefillPlan, columns: int, narrowest: int) -> list[Row]:
             continue
         for rank in ranks:
             for number, lane in enumerate(lanes[rank]):
-                label = f"rank {rank}" + (f" lane {number}" if plan.lanes_per_rank > 1 else "")
+                label = f"rank {rank}" + (f" lane {number}" if plan.cp_chunk_lanes > 1 else "")
                 blocks = _blocks(lane, columns / longest, narrowest, entering)
                 tokens = sum(chunk.num_tokens for chunk in lane)
                 rows.append(Row(label, blocks, tokens, "" if blocks else "no tokens"))
@@ -225,7 +225,7 @@ def _facts(plan: PrefillPlan) -> tuple[str, ...]:
     first = f", a sequence's first of {plan.first_cp_chunk_len:,}" if len(set(plan.grid)) > 1 else ""
     ranks = _count(plan.world_size, "rank") + f", {plan.ownership} ownership"
     if plan.lanes_per_rank > 1:
-        ranks += f", {plan.lanes_per_rank} lanes each"
+        ranks += f", {plan.lanes_per_rank} lanes each{' of heads' if plan.lanes_by == 'heads' else ''}"
     late = ", entry_late" if plan.finish == "entry_late" else ""
     return (
         f"{_count(plan.num_sequences, 'sequence')}, {_count(plan.num_tokens_total, 'token')} on {ranks}",

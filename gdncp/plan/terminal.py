@@ -19,7 +19,7 @@ MAX_ENTRIES = 12
 
 def show(plan: PrefillPlan, console: Console, width: int) -> None:
     """Print the map, its legend and the predicted times, at most `width` wide."""
-    last_label = f"rank {plan.world_size - 1}" + f" lane {plan.lanes_per_rank - 1}" * (plan.lanes_per_rank > 1)
+    last_label = f"rank {plan.world_size - 1}" + f" lane {plan.cp_chunk_lanes - 1}" * (plan.cp_chunk_lanes > 1)
     before, after = len(last_label) + 2, max(len(f"{plan.num_tokens_total:,}"), len("tokens")) + 2
     columns = max(width - before - after, 4 * NARROWEST)
     picture = draw(plan, columns=columns, narrowest=NARROWEST, max_rows=MAX_ROWS, max_entries=MAX_ENTRIES)

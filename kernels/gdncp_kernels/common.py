@@ -5,6 +5,7 @@ Shapes: 64 tokens a chunk, K and V the head dims, H state heads.  A state S [V, 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -153,3 +154,8 @@ def is_known(forgot, maps_start, maps_stop, item, head, H):
         row = first + tl.arange(0, MAPS_AT_ONCE)
         known = tl.maximum(known, tl.max(tl.load(forgot + row * H + head, mask=row < stop, other=0).to(tl.int32), 0))
     return known
+
+
+def heads_in_rows(*tensors: torch.Tensor | None) -> list[int]:
+    """Of tokens [T, heads, D], or gates [T, heads]: heads from one token to the next; more than it has for a view."""
+    return [0 if x is None else x.stride(0) // (x.shape[2] if x.dim() == 3 else 1) for x in tensors]

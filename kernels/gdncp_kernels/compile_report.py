@@ -47,6 +47,7 @@ KERNELS = ("triton", "hopper")
 HOPPER_INPUTS = ("bf16", "fp16")
 PLAIN_CALLS = (("linear", True, True), ("log", False, False), (None, False, False))
 HOPPER_CALLS = (*product(("linear", "log"), (False, True), (False, True)), (None, False, False))
+ON_SOME_HEADS = ("linear", False, True)  # of these calls one on views of some heads
 
 
 @dataclass(frozen=True)
@@ -129,11 +130,13 @@ def compile_variants(variants: Variants, only: str | None = None) -> list[Compil
             rows[key] = Compiled.of(variants, kernel, label, result)
 
     with compiling_only(variants.arch, note, only):
-        for gates, l2norm, checkpoints in HOPPER_CALLS if variants.kernels == "hopper" else PLAIN_CALLS:
+        calls = [(*call, False) for call in (HOPPER_CALLS if variants.kernels == "hopper" else PLAIN_CALLS)]
+        for gates, l2norm, checkpoints, some_heads in [*calls, (*ON_SOME_HEADS, True)]:
             call = f"{gates or 'no'} gates{', L2 norm' if l2norm else ''}{', checkpoints' if checkpoints else ''}"
+            call += ", some heads" if some_heads else ""
             label = f"precompute_t: {call}"
             with _failures_noted(note):  # of stage 1, which the others cannot do without
-                for stage, launch in _calls(variants, gates, l2norm, checkpoints).items():
+                for stage, launch in _calls(variants, gates, l2norm, checkpoints, some_heads).items():
                     label = f"{stage}: {call}"
                     with _failures_noted(note):
                         launch()
@@ -150,12 +153,14 @@ def _failures_noted(note: Callable[[str, Any], None]) -> Iterator[None]:
         note("(launch)", error)
 
 
-def _calls(variants: Variants, gates: str | None, l2norm: bool, checkpoints: bool) -> dict[str, Any]:
+def _calls(variants: Variants, gates: str | None, l2norm: bool, checkpoints: bool, some_heads: bool) -> dict[str, Any]:
     """The stages on a sequence of four CP chunks."""
     num_tokens, k_dim, v_dim = 200, variants.k_dim, variants.v_dim
     dtype, precision = INPUTS[variants.inputs]
-    q, k, v = (torch.zeros(num_tokens, h, d, dtype=dtype) for h, d in ((1, k_dim), (1, k_dim), (2, v_dim)))
-    gate = torch.zeros(num_tokens, 2) if gates else None
+    times = 1 + some_heads  # of which the first are taken
+    heads = ((1, k_dim), (1, k_dim), (2, v_dim))
+    q, k, v = (torch.zeros(num_tokens, times * h, d, dtype=dtype)[:, :h] for h, d in heads)
+    gate = torch.zeros(num_tokens, times * 2)[:, :2] if gates else None
     inputs = TokenInputs(q, k, v, gate, gate, 1.0, "log" if gates == "log" else "linear", l2norm, precision)
     plan = plan_of(inputs, cp_chunk_len=64, checkpoint_positions=[[5, 128]] if checkpoints else None)
     return stage_calls(get_backend(variants.kernels), inputs, plan, 2.0**-16)

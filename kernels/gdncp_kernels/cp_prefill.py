@@ -15,7 +15,18 @@ import torch
 import triton
 import triton.language as tl
 
-from gdncp_kernels.common import CHUNK, add_outer, appended, dot, is_known, load_column, load_rows, operand, slice_of
+from gdncp_kernels.common import (
+    CHUNK,
+    add_outer,
+    appended,
+    dot,
+    heads_in_rows,
+    is_known,
+    load_column,
+    load_rows,
+    operand,
+    slice_of,
+)
 from gdncp_kernels.launch_table import choose
 
 if TYPE_CHECKING:
@@ -26,7 +37,7 @@ if TYPE_CHECKING:
 NO_MORE = tl.constexpr(1 << 62)  # tokens of the checkpoint after the last
 
 
-@triton.jit(do_not_specialize=["final_dump", "H", "HQ", "HK", "HV", "early"])
+@triton.jit(do_not_specialize=["final_dump", "H", "HQ", "HK", "HV", "Q_ROW", "K_ROW", "V_ROW", "O_ROW", "early"])
 def cp_prefill_kernel(
     q,
     k,
@@ -59,6 +70,10 @@ def cp_prefill_kernel(
     HQ,
     HK,
     HV,
+    Q_ROW,
+    K_ROW,
+    V_ROW,
+    O_ROW,
     early,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -108,13 +123,13 @@ def cp_prefill_kernel(
         read = tl.zeros([CHUNK, BLOCK], tl.float32)
         for n in range(K // SLICE):
             entering = operand(slice_of(state, n), PRECISION)
-            queries = load_rows(q_head + n * SLICE, token, rows, HQ * K, SLICE).to(tl.float32)
+            queries = load_rows(q_head + n * SLICE, token, rows, Q_ROW * K, SLICE).to(tl.float32)
             out = tl.dot(queries, entering, out, input_precision=PRECISION)
-            keys = load_rows(k_head + n * SLICE, token, rows, HK * K, SLICE).to(tl.float32)
+            keys = load_rows(k_head + n * SLICE, token, rows, K_ROW * K, SLICE).to(tl.float32)
             read = tl.dot(keys, entering, read, input_precision=PRECISION)
         out = load_column(query_in + head, token, rows, H)[:, None] * out
 
-        values = load_rows(v_block, token, rows, HV * V, BLOCK).to(tl.float32)
+        values = load_rows(v_block, token, rows, V_ROW * V, BLOCK).to(tl.float32)
         x = load_rows(solve + head * CHUNK, token, rows, H * CHUNK, CHUNK)
         scale_in = load_column(key_in + head, token, rows, H)
         rest = values - scale_in[:, None] * read
@@ -122,7 +137,7 @@ def cp_prefill_kernel(
 
         qk = load_rows(scores + head * CHUNK, token, rows, H * CHUNK, CHUNK)
         out += dot(qk, operand(update, PRECISION), PRECISION)
-        in_output = (token + i)[:, None] * (H * V) + tl.arange(0, BLOCK)[None, :]
+        in_output = (token + i)[:, None] * (O_ROW * V) + tl.arange(0, BLOCK)[None, :]
         tl.store(o_block + in_output, out.to(output.dtype.element_ty), mask=live[:, None])
 
         if checkpoints is not None:
@@ -134,7 +149,7 @@ def cp_prefill_kernel(
                 scale_p = decay * load_column(key_scale + head, token, rows, H)
                 reached = operand(scale_p[:, None] * update, PRECISION)
                 total_p = tl.exp(g_p).to(tl.float32)
-                kept = add_outer(state, total_p, k_head, token, rows, HK * K, reached, PRECISION)
+                kept = add_outer(state, total_p, k_head, token, rows, K_ROW * K, reached, PRECISION)
                 at = checkpoints + (tl.load(checkpoint_row + entry) * H + head) * V * K + in_state
                 for j in tl.static_range(K // SLICE):
                     tl.store(at + j * SLICE, kept[j])
@@ -144,7 +159,7 @@ def cp_prefill_kernel(
         scale_out = load_column(key_out + head, token, rows, H)
         total = tl.load(from_start + (token + rows - 1) * H + head)
         leaving = operand(scale_out[:, None] * update, PRECISION)
-        state = add_outer(state, total, k_head, token, rows, HK * K, leaving, PRECISION)
+        state = add_outer(state, total, k_head, token, rows, K_ROW * K, leaving, PRECISION)
 
     if exit_row != final_dump:
         final = final_states + (exit_row * H + head) * V * K + in_state
@@ -201,6 +216,7 @@ def cp_prefill(
         inputs.q.shape[1],
         inputs.k.shape[1],
         inputs.v.shape[1],
+        *heads_in_rows(inputs.q, inputs.k, inputs.v, sinks.output),
         None if part is None else int(part.early),
         K=k_dim,
         V=v_dim,

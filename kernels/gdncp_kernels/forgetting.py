@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdncp_kernels.common import CHUNK, L2NORM_EPS, chunk_span, load_beta, load_log_gate, load_rows
+from gdncp_kernels.common import CHUNK, L2NORM_EPS, chunk_span, heads_in_rows, load_beta, load_log_gate, load_rows
 from gdncp_kernels.launch_table import choose
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def round_up(x):
     return tl.where(y.to(tl.float64) < x, tl.maximum(y * 1.0000003, SMALLEST_NORMAL), y)
 
 
-@triton.jit(do_not_specialize=["H", "HK", "HV"])
+@triton.jit(do_not_specialize=["H", "HK", "HV", "K_ROW", "V_ROW", "GATE_ROW", "BETA_ROW"])
 def chunk_bounds_kernel(
     k,
     v,
@@ -53,6 +53,10 @@ def chunk_bounds_kernel(
     H,
     HK,
     HV,
+    K_ROW,
+    V_ROW,
+    GATE_ROW,
+    BETA_ROW,
     K: tl.constexpr,
     V: tl.constexpr,
     LOG_SPACE: tl.constexpr,
@@ -64,10 +68,10 @@ def chunk_bounds_kernel(
     token, rows = chunk_span(tl.load(chunk_item + chunk), tl.load(chunk_ordinal + chunk), token_start, num_tokens)
     if rows <= 0:
         return
-    keys = load_rows(k + (head * HK // H) * K, token, rows, HK * K, K).to(tl.float32)
-    values = load_rows(v + (head * HV // H) * V, token, rows, HV * V, V).to(tl.float32)
-    beta_ = load_beta(beta, head, token, rows, H).to(tl.float64)
-    log_alpha = load_log_gate(gate, head, token, rows, H, LOG_SPACE)
+    keys = load_rows(k + (head * HK // H) * K, token, rows, K_ROW * K, K).to(tl.float32)
+    values = load_rows(v + (head * HV // H) * V, token, rows, V_ROW * V, V).to(tl.float32)
+    beta_ = load_beta(beta, head, token, rows, BETA_ROW).to(tl.float64)
+    log_alpha = load_log_gate(gate, head, token, rows, GATE_ROW, LOG_SPACE)
 
     key_square = tl.sum(keys * keys, 1).to(tl.float64)
     value_square = tl.sum(values * values, 1).to(tl.float64)
@@ -181,6 +185,7 @@ def decide(
             num_heads,
             inputs.k.shape[1],
             inputs.v.shape[1],
+            *heads_in_rows(inputs.k, inputs.v, inputs.gate, inputs.beta),
             K=k_dim,
             V=v_dim,
             LOG_SPACE=inputs.gate_space == "log",

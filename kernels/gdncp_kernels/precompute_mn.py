@@ -17,7 +17,17 @@ import torch
 import triton
 import triton.language as tl
 
-from gdncp_kernels.common import CHUNK, add_outer, appended, dot, load_column, load_rows, operand, slices_times_state
+from gdncp_kernels.common import (
+    CHUNK,
+    add_outer,
+    appended,
+    dot,
+    heads_in_rows,
+    load_column,
+    load_rows,
+    operand,
+    slices_times_state,
+)
 from gdncp_kernels.forgetting import decide
 from gdncp_kernels.launch_table import choose
 
@@ -27,7 +37,7 @@ if TYPE_CHECKING:
     from gdncp_kernels.precompute_t import Tiles
 
 
-@triton.jit(do_not_specialize=["dump_row", "H", "HK", "HV"])
+@triton.jit(do_not_specialize=["dump_row", "H", "HK", "HV", "K_ROW", "V_ROW"])
 def scan_kernel(
     k,
     v,
@@ -50,6 +60,8 @@ def scan_kernel(
     H,
     HK,
     HV,
+    K_ROW,
+    V_ROW,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -96,15 +108,15 @@ def scan_kernel(
     for c in range(start, tl.cdiv(tokens, CHUNK).to(tl.int32)):
         token = first_token + c * CHUNK
         rows = tl.minimum(tokens - c * CHUNK, CHUNK)
-        values = load_rows(v_block, token, tl.where(is_transition, 0, rows), HV * V, BLOCK).to(tl.float32)
+        values = load_rows(v_block, token, tl.where(is_transition, 0, rows), V_ROW * V, BLOCK).to(tl.float32)
         x = load_rows(solve + head * CHUNK, token, rows, H * CHUNK, CHUNK)
         scale_in = load_column(key_in + head, token, rows, H)
         scale_out = load_column(key_out + head, token, rows, H)
         total = tl.load(from_start + (token + rows - 1) * H + head)
 
-        rest = values - scale_in[:, None] * slices_times_state(k_head, token, rows, HK * K, state, PRECISION)
+        rest = values - scale_in[:, None] * slices_times_state(k_head, token, rows, K_ROW * K, state, PRECISION)
         update = scale_out[:, None] * dot(x, operand(rest, PRECISION), PRECISION)
-        state = add_outer(state, total, k_head, token, rows, HK * K, operand(update, PRECISION), PRECISION)
+        state = add_outer(state, total, k_head, token, rows, K_ROW * K, operand(update, PRECISION), PRECISION)
     for j in tl.static_range(K // SLICE):
         tl.store(out + j * SLICE + in_state, state[j])
 
@@ -149,6 +161,7 @@ def precompute_mn(
         num_heads,
         inputs.k.shape[1],
         inputs.v.shape[1],
+        *heads_in_rows(inputs.k, inputs.v),
         K=k_dim,
         V=v_dim,
         BLOCK=choice.block,

@@ -24,6 +24,7 @@ from gdncp_kernels.common import (
     CHUNK,
     chunk_span,
     dot,
+    heads_in_rows,
     load_beta,
     load_log_gate,
     load_rows,
@@ -120,7 +121,7 @@ def _store_factors(log_decay, from_start, key_in, key_out, key_scale, query_in, 
     tl.store(query_in + at, entered * q_scale, mask=live)
 
 
-@triton.jit(do_not_specialize=["scale", "H", "HQ", "HK"])
+@triton.jit(do_not_specialize=["scale", "H", "HQ", "HK", "Q_ROW", "K_ROW", "GATE_ROW", "BETA_ROW"])
 def precompute_t_kernel(
     q,
     k,
@@ -142,6 +143,10 @@ def precompute_t_kernel(
     H,
     HQ,
     HK,
+    Q_ROW,
+    K_ROW,
+    GATE_ROW,
+    BETA_ROW,
     K: tl.constexpr,
     LOG_SPACE: tl.constexpr,
     L2NORM: tl.constexpr,
@@ -157,8 +162,8 @@ def precompute_t_kernel(
     k_head = k + (head * HK // H) * K
 
     token2, rows2 = token + HALF, rows - HALF  # of the second half, which may be empty
-    log_alpha = load_log_gate(gate, head, token, rows, H, LOG_SPACE, HALF)
-    log_alpha2 = load_log_gate(gate, head, token2, rows2, H, LOG_SPACE, HALF)
+    log_alpha = load_log_gate(gate, head, token, rows, GATE_ROW, LOG_SPACE, HALF)
+    log_alpha2 = load_log_gate(gate, head, token2, rows2, GATE_ROW, LOG_SPACE, HALF)
     first_half = tl.sum(log_alpha, 0)
     total = first_half + tl.sum(log_alpha2, 0)  # rows past the chunk have log gate 0
     decay = tl.cumsum(log_alpha, 0)
@@ -166,10 +171,10 @@ def precompute_t_kernel(
     i = tl.arange(0, HALF)
     live, live2 = i < rows, i < rows2
     per_token, per_token2 = (token + i) * H + head, (token2 + i) * H + head
-    k_scale = row_scale(load_rows(k_head, token, rows, HK * K, K, HALF), L2NORM)
-    k_scale2 = row_scale(load_rows(k_head, token2, rows2, HK * K, K, HALF), L2NORM)
-    q_scale = scale * row_scale(load_rows(q_head, token, rows, HQ * K, K, HALF), L2NORM)
-    q_scale2 = scale * row_scale(load_rows(q_head, token2, rows2, HQ * K, K, HALF), L2NORM)
+    k_scale = row_scale(load_rows(k_head, token, rows, K_ROW * K, K, HALF), L2NORM)
+    k_scale2 = row_scale(load_rows(k_head, token2, rows2, K_ROW * K, K, HALF), L2NORM)
+    q_scale = scale * row_scale(load_rows(q_head, token, rows, Q_ROW * K, K, HALF), L2NORM)
+    q_scale2 = scale * row_scale(load_rows(q_head, token2, rows2, Q_ROW * K, K, HALF), L2NORM)
     # fmt: off
     _store_factors(log_decay, from_start, key_in, key_out, key_scale, query_in,
                    per_token, live, decay, total, k_scale, q_scale)
@@ -186,28 +191,28 @@ def precompute_t_kernel(
     row, row2 = per_token[:, None] * CHUNK + i[None, :], per_token2[:, None] * CHUNK + i[None, :]
     zeros = tl.zeros([HALF, HALF], tl.float32)
 
-    qk = row_products(q_head, k_head, token, rows, token, rows, HQ * K, HK * K, K, PRECISION)
+    qk = row_products(q_head, k_head, token, rows, token, rows, Q_ROW * K, K_ROW * K, K, PRECISION)
     qk = operand(qk * q_scale[:, None] * k_scale[None, :] * survives, PRECISION)
     tl.store(scores + row, qk, mask=live[:, None])
     tl.store(scores + row + HALF, zeros, mask=live[:, None])
-    qk = row_products(q_head, k_head, token2, rows2, token, rows, HQ * K, HK * K, K, PRECISION)
+    qk = row_products(q_head, k_head, token2, rows2, token, rows, Q_ROW * K, K_ROW * K, K, PRECISION)
     qk = operand(qk * q_scale2[:, None] * k_scale[None, :] * survives12, PRECISION)
     tl.store(scores + row2, qk, mask=live2[:, None])
-    qk = row_products(q_head, k_head, token2, rows2, token2, rows2, HQ * K, HK * K, K, PRECISION)
+    qk = row_products(q_head, k_head, token2, rows2, token2, rows2, Q_ROW * K, K_ROW * K, K, PRECISION)
     qk = operand(qk * q_scale2[:, None] * k_scale2[None, :] * survives2, PRECISION)
     tl.store(scores + row2 + HALF, qk, mask=live2[:, None])
 
     SOLVE: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
-    beta_ = load_beta(beta, head, token, rows, H, HALF)
-    beta2 = load_beta(beta, head, token2, rows2, H, HALF)
-    kk = row_products(k_head, k_head, token, rows, token, rows, HK * K, HK * K, K, PRECISION)
+    beta_ = load_beta(beta, head, token, rows, BETA_ROW, HALF)
+    beta2 = load_beta(beta, head, token2, rows2, BETA_ROW, HALF)
+    kk = row_products(k_head, k_head, token, rows, token, rows, K_ROW * K, K_ROW * K, K, PRECISION)
     x = inverse(tl.where(below, kk * (beta_ * k_scale)[:, None] * k_scale[None, :] * survives, 0.0), SOLVE)
     tl.store(solve + row, operand(x * beta_[None, :], PRECISION), mask=live[:, None])
     tl.store(solve + row + HALF, zeros, mask=live[:, None])
-    kk = row_products(k_head, k_head, token2, rows2, token2, rows2, HK * K, HK * K, K, PRECISION)
+    kk = row_products(k_head, k_head, token2, rows2, token2, rows2, K_ROW * K, K_ROW * K, K, PRECISION)
     x2 = inverse(tl.where(below, kk * (beta2 * k_scale2)[:, None] * k_scale2[None, :] * survives2, 0.0), SOLVE)
     tl.store(solve + row2 + HALF, operand(x2 * beta2[None, :], PRECISION), mask=live2[:, None])
-    kk = row_products(k_head, k_head, token2, rows2, token, rows, HK * K, HK * K, K, PRECISION)
+    kk = row_products(k_head, k_head, token2, rows2, token, rows, K_ROW * K, K_ROW * K, K, PRECISION)
     kk = kk * (beta2 * k_scale2)[:, None] * k_scale[None, :] * survives12
     x12 = -dot(x2, dot(kk, x, SOLVE), SOLVE)
     tl.store(solve + row2, operand(x12 * beta_[None, :], PRECISION), mask=live2[:, None])
@@ -253,6 +258,7 @@ def precompute_t(inputs: TokenInputs, table: WorkTable, precision: str) -> Tiles
             num_heads,
             inputs.q.shape[1],
             num_k_heads,
+            *heads_in_rows(inputs.q, inputs.k, inputs.gate, inputs.beta),
             K=k_dim,
             LOG_SPACE=inputs.gate_space == "log",
             L2NORM=inputs.use_qk_l2norm,

@@ -35,7 +35,10 @@ def stage_calls(
 
     entry_states = states(layout.num_items)
     maps = AffineMaps.empty(layout.num_maps, num_heads, k_dim, v_dim, device)
-    output = torch.zeros(inputs.q.shape[0], num_heads, v_dim, dtype=inputs.v.dtype, device=device)
+    in_row = (
+        num_heads if inputs.gate is None else inputs.gate.stride(0)
+    )  # more where the inputs are views of some heads
+    output = torch.zeros(inputs.q.shape[0], in_row, v_dim, dtype=inputs.v.dtype, device=device)[:, :num_heads]
     kept = states(layout.num_checkpoints + 1) if layout.num_checkpoints else None
     sinks = Sinks(output, states(layout.num_final + 1), kept)
     tiles = backend.precompute_t(inputs, table)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdncp_kernels.common import is_known
+from gdncp_kernels.common import heads_in_rows, is_known
 
 if TYPE_CHECKING:
     from gdncp.backends.base import Part, Sinks
@@ -24,7 +24,7 @@ DIM = tl.constexpr(128)
 BLOCK = tl.constexpr(32)  # state rows per program
 
 
-@triton.jit(do_not_specialize=["H", "HK", "HV", "dump", "early"])
+@triton.jit(do_not_specialize=["H", "HK", "HV", "K_ROW", "V_ROW", "dump", "early"])
 def _finish_kernel(
     k,
     v,
@@ -46,6 +46,8 @@ def _finish_kernel(
     H,
     HK,
     HV,
+    K_ROW,
+    V_ROW,
     L2NORM: tl.constexpr,
 ):
     """One program per (checkpoint, state head, block of V rows), in place."""
@@ -70,10 +72,12 @@ def _finish_kernel(
     d = tl.arange(0, DIM)
     in_block = block * BLOCK + tl.arange(0, BLOCK)
     keys = tl.load(
-        k + ((token + i)[:, None] * HK + head * HK // H) * DIM + d[None, :], mask=(i < rows)[:, None], other=0.0
+        k + ((token + i)[:, None] * K_ROW + head * HK // H) * DIM + d[None, :], mask=(i < rows)[:, None], other=0.0
     ).to(tl.float32)
     values = tl.load(
-        v + ((token + i)[:, None] * HV + head * HV // H) * DIM + in_block[None, :], mask=(i < rows)[:, None], other=0.0
+        v + ((token + i)[:, None] * V_ROW + head * HV // H) * DIM + in_block[None, :],
+        mask=(i < rows)[:, None],
+        other=0.0,
     ).to(tl.float32)
     gate = gates + entry * 256
     log_decay = tl.load(gate + i)
@@ -123,6 +127,7 @@ def finish(tiles: Tiles, table: WorkTable, sinks: Sinks, part: Part | None = Non
         num_heads,
         inputs.k.shape[1],
         inputs.v.shape[1],
+        *heads_in_rows(inputs.k, inputs.v),
         L2NORM=inputs.use_qk_l2norm,
         num_warps=4,
     )

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from gdncp_kernels.common import heads_in_rows
+
 if TYPE_CHECKING:
     from gdncp.scratch import Scratch
     from gdncp.work import WorkTable
@@ -26,7 +28,7 @@ NORM_ROWS = tl.constexpr(16)
 SLICES = 16
 
 
-@triton.jit(do_not_specialize=["H", "HK", "HV"])
+@triton.jit(do_not_specialize=["H", "HK", "HV", "V_ROW"])
 def _reach_kernel(
     v,
     gates,
@@ -40,6 +42,7 @@ def _reach_kernel(
     H,
     HK,
     HV,
+    V_ROW,
     L2NORM: tl.constexpr,
     SLICES: tl.constexpr,
 ):
@@ -58,7 +61,7 @@ def _reach_kernel(
     for ordinal in range(slice_, start, SLICES):
         token = first_token + ordinal * 64
         live = i < tokens - ordinal * 64
-        at = v + ((token + i)[:, None] * HV + head * HV // H) * DIM + column
+        at = v + ((token + i)[:, None] * V_ROW + head * HV // H) * DIM + column
         values = tl.load(at, mask=live[:, None], other=0.0).to(tl.float32)
 
         entry = (first + ordinal) * H + head
@@ -145,6 +148,7 @@ def fill_dropped(tiles: Tiles, table: WorkTable, entry_states: torch.Tensor, map
             num_heads,
             inputs.k.shape[1],
             inputs.v.shape[1],
+            *heads_in_rows(inputs.v),
             L2NORM=inputs.use_qk_l2norm,
             SLICES=SLICES,
             num_warps=4,

@@ -121,7 +121,7 @@ class Launch:
         for x in arguments:
             at = len(self._values)
             if isinstance(x, Tile):
-                encode = _encoder(_fill(), _frozen(next(metadata)), *x.like.shape)
+                encode = _encoder(_fill(), _frozen(next(metadata)), *x.like.shape, x.like.strides[0])
                 self._tiles.append((at, x.name, x.offset, encode))
                 self._values += [None, *x.like.shape, *x.like.strides]  # the last four always follow a map
                 continue
@@ -226,10 +226,14 @@ def _fill() -> Callable[..., Any]:
 
 @lru_cache(maxsize=256)
 def _encoder(
-    fill: Callable[..., Any], metadata: tuple[int, int, int, tuple[int, ...]], num_rows: int, num_columns: int
+    fill: Callable[..., Any],
+    metadata: tuple[int, int, int, tuple[int, ...]],
+    num_rows: int,
+    num_columns: int,
+    stride: int,
 ) -> Callable[[int], Any]:
-    """address -> the encoded tensor map of [num_rows, num_columns], contiguous, that lies there."""
-    shape, strides = (num_rows, num_columns), (num_columns, 1)
+    """address -> the encoded tensor map of [num_rows, num_columns], rows `stride` elements apart, that lies there."""
+    shape, strides = (num_rows, num_columns), (stride, 1)
 
     @lru_cache(maxsize=256)  # a map says nothing but where what lies
     def encode(address: int) -> Any:

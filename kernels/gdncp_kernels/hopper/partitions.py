@@ -290,7 +290,7 @@ def _store_checkpoints(S, checkpoints, item, SLAB: gl.constexpr, number, positio
 
 
 @gluon.jit
-def _prefill(S, ring, item, checkpoints, output_map, output, SLAB: gl.constexpr):
+def _prefill(S, ring, item, checkpoints, output_map, output, output_row, SLAB: gl.constexpr):
     """Outputs of all chunks, checkpoints, and the state after them."""
     dtype: gl.constexpr = ring.keys.dtype
     zeros = gl.zeros([64, 64], gl.float32, M64)
@@ -344,12 +344,16 @@ def _prefill(S, ring, item, checkpoints, output_map, output, SLAB: gl.constexpr)
         else:
             barrier()
             row = gl.arange(0, 16, layout=gl.SliceLayout(1, OUT_ROWS))[:, None]
-            offset = row * (item.H * 128) + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT_ROWS))[None, :]
-            base = output + (at.to(gl.int64) * item.H + item.head) * 128 + SLAB * 64
+            if output_row is None:
+                heads = item.H
+            else:
+                heads = output_row
+            offset = row * (heads * 128) + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT_ROWS))[None, :]
+            base = output + (at.to(gl.int64) * heads + item.head) * 128 + SLAB * 64
             for u in gl.static_range(4):
                 x = stage.slice(16 * u, 16).load(OUT_ROWS)
                 gl.store(base + offset, x, mask=row < item.tail_rows - 16 * u)
-                base += item.H * 2048
+                base += heads * 2048
         if checkpoints.at is not None:
             number, position = _store_checkpoints(S, checkpoints, item, SLAB, number, position, i + 1)
     tma.store_wait(pendings=0)
@@ -364,6 +368,7 @@ def state_partition(
     checkpoints,
     output_map,
     output,
+    output_row,
     SLAB: gl.constexpr,
     WITH_MAPS: gl.constexpr,
     WITH_OUTPUTS: gl.constexpr,
@@ -376,7 +381,7 @@ def state_partition(
     S = S + gl.load(states.entry + offset, mask=offset < states.from_entry * 16384, other=0.0)
     if WITH_OUTPUTS:
         if item.kind == OUTPUTS:
-            S = _prefill(S, ring, item, checkpoints, output_map, output, SLAB)
+            S = _prefill(S, ring, item, checkpoints, output_map, output, output_row, SLAB)
     if WITH_MAPS:
         if item.kind == LOCAL_STATE:
             S = _scan(S, ring, item, SLAB, True)

@@ -157,7 +157,7 @@ def _put(out, x, i: gl.constexpr, j: gl.constexpr):
     out.slice(16 * i, 16).slice(16 * j, 16, 1).store(x.to(out.dtype))
 
 
-@gluon.jit(do_not_specialize=["H", "HK"])
+@gluon.jit(do_not_specialize=["H", "HK", "gate_row"])
 def precompute_t_kernel(
     k_map,
     solve_map,
@@ -170,10 +170,14 @@ def precompute_t_kernel(
     chunk_rows,
     H,
     HK,
+    gate_row,
     LOG_SPACE: gl.constexpr,
     L2NORM: gl.constexpr,
 ):
-    """Grid (chunks · HK,), one warp each.  Maps: see `tensor_maps`; solve, gates and growth: see `Tiles`."""
+    """Grid (chunks · HK,), one warp each.  Maps: see `tensor_maps`; solve, gates and growth: see `Tiles`.
+
+    gate_row: from one token's gates to the next one's; None: H.
+    """
     chunk = gl.program_id(0) // HK
     key_head = gl.program_id(0) % HK
     token = gl.load(chunk_token + chunk)
@@ -194,7 +198,9 @@ def precompute_t_kernel(
 
     group = H // HK
     first_head = key_head * group
-    alpha, b = _load_gates(gate, beta, token, rows, H, first_head, LOG_SPACE)
+    if gate_row is None:
+        gate_row = H
+    alpha, b = _load_gates(gate, beta, token, rows, gate_row, first_head, LOG_SPACE)
     i64 = gl.arange(0, 64, layout=TOKENS)
     row = gl.arange(0, 16, layout=ROW)[:, None]
     col = gl.arange(0, 16, layout=COL)[None, :]
@@ -265,7 +271,7 @@ def precompute_t_kernel(
         gl.store(growth + entry + gl.arange(0, 1, layout=TOKENS), total + stretch_log + slack)
 
         following = first_head + gl.minimum(n + 1, group - 1)  # its gates travel while this head is inverted
-        alpha, b = _load_gates(gate, beta, token, rows, H, following, LOG_SPACE)
+        alpha, b = _load_gates(gate, beta, token, rows, gate_row, following, LOG_SPACE)
 
         X0, _, t0 = _invert_diagonal(k00, g, w, norm, 0, row, col, eye, zeros, L2NORM)
         X1, x1, t1 = _invert_diagonal(k11, g, w, norm, 1, row, col, eye, zeros, L2NORM)
@@ -332,6 +338,7 @@ def prepare(inputs: TokenInputs, table: WorkTable) -> list[Launch]:
     num_heads, num_k_heads, layout = inputs.num_state_heads, inputs.k.shape[1], tiles_of(inputs, table)
     if not (table.num_chunks and inputs.k.shape[0]):
         return []
+    some_gate = inputs.beta if inputs.gate is None else inputs.gate
     arguments = {
         "k_map": tensor_maps.tokens("k", inputs.k),
         "solve_map": tensor_maps.solve("tiles", table.num_chunks * num_heads, inputs.k.dtype, layout.offset("solve")),
@@ -344,6 +351,7 @@ def prepare(inputs: TokenInputs, table: WorkTable) -> list[Launch]:
         "chunk_rows": table.chunk_rows,
         "H": num_heads,
         "HK": num_k_heads,
+        "gate_row": None if some_gate is None else tensor_maps.heads_in_row(some_gate, num_heads),
         "LOG_SPACE": inputs.gate_space == "log",
         "L2NORM": inputs.use_qk_l2norm,
     }

@@ -67,6 +67,7 @@ def _exp2_up(x):
         "HK",
         "HV",
         "early",
+        "output_row",
     ]
 )
 def recurrence_kernel(
@@ -113,6 +114,7 @@ def recurrence_kernel(
     HK,
     HV,
     early,
+    output_row,
     WITH_MAPS: gl.constexpr,
     WITH_OUTPUTS: gl.constexpr,
     L2NORM: gl.constexpr,
@@ -125,7 +127,8 @@ def recurrence_kernel(
 
     With maps and outputs, stage 4 of a sequence's first CP chunk gives its N.  `opens` [num_items], where given: the
     items of which stage 4 is done.  `maps_start` and `maps_stop`, where given: stage 4 of pairs whose entry state is
-    known before the exchange (`early`), or is not.
+    known before the exchange (`early`), or is not.  `output_row`: heads from one token's output to the next one's, H
+    where not given.
     """
     head = gl.program_id(0) % H
     unit = gl.program_id(0) // H
@@ -272,8 +275,14 @@ def recurrence_kernel(
     maps = (q_map, k_map, v_map, solve_map, gates_map, keys_map)
     gl.warp_specialize(
         [
-            (state_partition, (ring, scanned_item, states, inner, output_map, output, 0, WITH_MAPS, WITH_OUTPUTS)),
-            (state_partition, (ring, scanned_item, states, inner, output_map, output, 1, WITH_MAPS, WITH_OUTPUTS)),
+            (
+                state_partition,
+                (ring, scanned_item, states, inner, output_map, output, output_row, 0, WITH_MAPS, WITH_OUTPUTS),
+            ),
+            (
+                state_partition,
+                (ring, scanned_item, states, inner, output_map, output, output_row, 1, WITH_MAPS, WITH_OUTPUTS),
+            ),
             (score_partition, (ring, scanned_item, WITH_MAPS, WITH_OUTPUTS)),
             (load_partition, (ring, scanned_item, maps, entry, key_entry, HQ, HK, HV)),
         ],

@@ -47,7 +47,7 @@ def precompute_mn(
         return
     num_rows, output = maps.scratch.layout.fields["gain"].shape[0], None if sinks is None else sinks.output
     has_checkpoints = _has_checkpoints(table, sinks)
-    key = (precompute_mn, inputs.kind, num_rows, output is None, has_checkpoints)
+    key = (precompute_mn, inputs.kind, num_rows, output is None or output.stride(0), has_checkpoints)
     launches = table.prepared.get(key)
     if launches is None:
         launch = prepare_mn(inputs, table, maps.scratch.layout, output, has_checkpoints)
@@ -74,7 +74,7 @@ def cp_prefill(
     if not table.num_items:
         return
     has_checkpoints = _has_checkpoints(table, sinks)
-    key = (cp_prefill, tiles.inputs.kind, opened, has_checkpoints, _kind_of(part))
+    key = (cp_prefill, tiles.inputs.kind, sinks.output.stride(0), opened, has_checkpoints, _kind_of(part))
     launches = table.prepared.get(key)
     if launches is None:
         launch = prepare_cp_prefill(tiles.inputs, table, sinks.output, opened, has_checkpoints, part)
@@ -92,7 +92,7 @@ def map_dump(table: WorkTable, num_rows: int) -> int:
 def prepare_mn(
     inputs: TokenInputs, table: WorkTable, maps: ScratchLayout, output: torch.Tensor | None, has_checkpoints: bool
 ) -> Launch:
-    """The launch of stage 2; with `output`, of that shape and dtype, also stage 4 of the items in `table.opens`."""
+    """The launch of stage 2; with `output`, of that shape, strides and dtype, also stage 4 of the items in `opens`."""
     arguments = {**_everywhere(inputs, table), **_outputs(inputs, table, output, has_checkpoints)}
     return _prepare(table.num_maps * 2 * inputs.num_state_heads, arguments | _maps(inputs, table, maps))
 
@@ -228,6 +228,7 @@ def _outputs(
         "q_map": tensor_maps.tokens("q", inputs.q),
         "output_map": tensor_maps.output("output", output),
         "output": Pointer("output", output.dtype),
+        "output_row": tensor_maps.heads_in_row(output, inputs.num_state_heads),
     }
     if has_checkpoints:
         arguments |= {

@@ -21,21 +21,38 @@ TOKEN_BOX, SQUARE_BOX, TRANSITION_BOX, GATE_BOX, KEY_BOX = (64, 128), (64, 64), 
 
 @lru_cache(maxsize=1024)  # Triton checks a descriptor for longer than a launch takes
 def _tile(
-    name: str, rows: int, columns: int, dtype: torch.dtype, box: tuple[int, int], layout: NVMMASharedLayout, offset: int
+    name: str,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    box: tuple[int, int],
+    layout: NVMMASharedLayout,
+    offset: int,
+    stride: int | None = None,
 ) -> Tile:
-    """[rows, columns] contiguous, starting at a multiple of 16 bytes."""
-    x = torch.empty(rows, columns, dtype=dtype, device="meta")
+    """[rows, columns], dense rows `stride` elements (None: `columns`) apart, starting at a multiple of 16 bytes."""
+    x = torch.empty_strided((rows, columns), (stride or columns, 1), dtype=dtype, device="meta")
     return Tile(name, TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), layout), offset)
 
 
 def tokens(name: str, x: torch.Tensor) -> Tile:
-    """q, k or v [T, heads, 128] bf16 or fp16, contiguous: one head of 64 tokens at a time."""
-    return _tile(name, x.shape[0], x.shape[1] * x.shape[2], x.dtype, TOKEN_BOX, SWIZZLED, 0)
+    """q, k or v [T, heads, 128] bf16 or fp16, dense tokens: one head of 64 tokens at a time."""
+    return _tile(name, x.shape[0], x.shape[1] * x.shape[2], x.dtype, TOKEN_BOX, SWIZZLED, 0, _stride(x))
 
 
 def output(name: str, x: torch.Tensor) -> Tile:
     """The output [T, H, 128]: half a head of 64 tokens at a time."""
-    return _tile(name, x.shape[0], x.shape[1] * x.shape[2], x.dtype, SQUARE_BOX, SWIZZLED, 0)
+    return _tile(name, x.shape[0], x.shape[1] * x.shape[2], x.dtype, SQUARE_BOX, SWIZZLED, 0, _stride(x))
+
+
+def _stride(x: torch.Tensor) -> int | None:
+    return x.stride(0) if x.shape[0] > 1 else None
+
+
+def heads_in_row(x: torch.Tensor, num_heads: int) -> int | None:
+    """Of tokens [T, heads, 128] or gates [T, heads] that are some heads of a tensor's: how many that has; else None."""
+    heads = x.stride(0) // (x.shape[2] if x.dim() == 3 else 1)
+    return None if x.shape[0] == 1 or heads == num_heads else heads
 
 
 def solve(name: str, entries: int, dtype: torch.dtype, offset: int) -> Tile:
