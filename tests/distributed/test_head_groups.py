@@ -13,7 +13,7 @@ from gdncp.head_groups import _of_heads
 from tests.conftest import SAME_BITS_TARGETS
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_same_bits import dim_of, gather, same
-from tests.numeric import Target, random_state, random_tokens
+from tests.numeric import random_state, random_tokens
 
 LENGTH, SEQ_LENS = 64, [9 * 64, 0, 5 * 64 + 1, 3, 11 * 64 + 40]
 HEADS = {"GVA": (2, 2, 4), "GQA": (6, 3, 3), "equal": (3, 3, 3)}
@@ -74,11 +74,15 @@ def test_groups_exchange_apart_with_the_same_bits(choices, target):
 
 @pytest.mark.slow
 def test_triton_reads_some_heads_too():
-    heads, target = HEADS["GVA"], Target("cpu", "triton")
-    one, grouped = plan_of(heads, 32), plan_of(heads, 32, lanes_per_rank=2, lanes_by="heads")
-    for arguments in ({"forget_below": 0.0}, {"use_qk_l2norm_in_kernel": True}):
-        expected = gather(one, [_share(0, one, heads, target, arguments)])
-        same(gather(grouped, [_share(0, grouped, heads, target, arguments)]), expected)
+    heads, seq_lens = (2, 2, 2), [150, 40]
+    tokens = random_tokens(sum(seq_lens), heads, 16, gates="never")
+    layer = dict(zip(("num_q_heads", "num_k_heads", "num_v_heads"), heads, strict=True))
+    results = []
+    for lanes in ({}, {"lanes_per_rank": 2, "lanes_by": "heads"}):
+        plan = gdncp.plan_prefill(seq_lens, **layer, head_dim=16, cp_chunk_len=64, **lanes)
+        results.append(gdncp.prefill(plan, **tokens, backend="triton", use_qk_l2norm_in_kernel=True, forget_below=0.0))
+    assert torch.equal(results[0].output, results[1].output)
+    assert torch.equal(results[0].final_state, results[1].final_state)
 
 
 def test_groups_are_views_and_keep_what_reports_need():
