@@ -161,7 +161,7 @@ def _calls(variants: Variants, gates: str | None, l2norm: bool, checkpoints: boo
     heads = ((1, k_dim), (1, k_dim), (2, v_dim))
     q, k, v = (torch.zeros(num_tokens, times * h, d, dtype=dtype)[:, :h] for h, d in heads)
     gate = torch.zeros(num_tokens, times * 2)[:, :2] if gates else None
-    inputs = TokenInputs(q, k, v, gate, gate, 1.0, "log" if gates == "log" else "linear", l2norm, precision)
+    inputs = TokenInputs(q, k, v, gate, gate, 1.0, "log" if gates == "log" else "linear", l2norm, precision, some_heads)
     plan = plan_of(inputs, cp_chunk_len=64, checkpoint_positions=[[5, 128]] if checkpoints else None)
     return stage_calls(get_backend(variants.kernels), inputs, plan, 2.0**-16)
 
