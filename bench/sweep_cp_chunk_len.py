@@ -7,7 +7,7 @@ A grid is CP_CHUNK_LEN, FIRST+CP_CHUNK_LEN, or "auto", the planner's choice; lef
 thinks near the best.  Gates are of 1, and with half-lives log-spaced from 4 to 16384 tokens over the heads.  One JSON
 line a grid: a call's ms by replay of a CUDA graph over rotated input sets (on a CPU, of the call), the predicted ms,
 and the error against the unsplit run; above the tolerance there is no time.  Then, on stderr, how far behind the best
-the planner's choice is.  Profiles to refit are in `gdncp/plan/profiles.py`.
+the planner's choice is.  Profiles to refit are in `gdncp/plan/machines/`.
 """
 
 from __future__ import annotations

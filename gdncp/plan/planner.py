@@ -46,7 +46,8 @@ def plan_prefill(
     Args:
         seq_lens: tokens of each sequence; zeros are allowed.
         ownership: which tokens each rank holds. "contiguous" cuts the packed tokens in runs on the grid that take near
-            equal times, between sequences where that is as good, and cuts none in vain where the grid is the planner's;
+            equal times by `profile`, between sequences where that is as good, and cuts none in vain where the grid is
+            the planner's (a rank may get no tokens); `plan.token_ranges(rank)` has them;
             "zigzag" gives rank r parts r and 2W−1−r of every sequence; or per rank a list of global half-open ranges,
             together a partition of all tokens (an empty list is a rank without tokens). Cuts off the grid are kept and
             clear `plan.reproducible`.
