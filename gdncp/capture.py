@@ -4,7 +4,9 @@
 
 The file has the tensors that `input=tensors` reads: q, k, v after the convolution, the gates as linear alpha (`g`) and
 as natural logarithm (`g_log`), beta.  Works for any model whose layers call a function `...chunk_gated_delta_rule` with
-flash-linear-attention's signature: Qwen3-Next, Qwen3.5 and their kin.
+flash-linear-attention's signature: Qwen3-Next, Qwen3.5 and kin.  Needs transformers: pip install 'gdncp[capture]'.
+
+Exit codes: 0 all went well, 2 the command line is wrong, or what it names cannot be read or written.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 from torch import nn
 
 from gdncp import store
+from gdncp.argument_parser import Parser
 
 DELTA_RULE = "chunk_gated_delta_rule"
 
@@ -108,11 +111,10 @@ def tiny_qwen3_next(seed: int = 0) -> nn.Module:
     Freshly made weights forget within a token, which would leave nothing for context parallelism to get wrong, so
     the decay rates are set as trained models have them: half-lives log-spaced from 8 to 8192 tokens over the heads.
     """
-    from transformers import Qwen3NextConfig, Qwen3NextModel
-
+    transformers = _transformers()
     torch.manual_seed(seed)
-    model = Qwen3NextModel(
-        Qwen3NextConfig(
+    model = transformers.Qwen3NextModel(
+        transformers.Qwen3NextConfig(
             vocab_size=256,  # bytes
             hidden_size=256,
             intermediate_size=256,
@@ -143,14 +145,21 @@ def load_model(name_or_path: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
     """A model and its tokenizer (None for "tiny", which reads bytes)."""
     if name_or_path == "tiny":
         return tiny_qwen3_next().to(dtype), None
-    from transformers import AutoModel, AutoTokenizer
-
-    model = AutoModel.from_pretrained(name_or_path, dtype=dtype).eval()
+    transformers = _transformers()
+    model = transformers.AutoModel.from_pretrained(name_or_path, dtype=dtype).eval()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError):
         tokenizer = None
     return model, tokenizer
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"a model needs transformers ({error}): pip install 'gdncp[capture]'") from None
+    return transformers
 
 
 def tokenize(text: bytes, tokenizer: Any) -> torch.Tensor:
@@ -169,8 +178,8 @@ def cut(ids: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
     return list(ids[: sum(lengths)].split(list(lengths)))
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m gdncp.capture", description=__doc__.split("\n")[0])
+def _parser() -> Parser:
+    parser = Parser("python -m gdncp.capture", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="safetensors file to write")
     parser.add_argument("--model", default="tiny", help="a transformers model's path or name; tiny: a small seeded one")
     parser.add_argument("--layer", type=int, default=0, help="which of its Gated DeltaNet layers, from 0")
@@ -178,11 +187,19 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", help="length of each sequence cut from the text; default: all")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--checkpoint-every", type=int, default=0, help="state checkpoint interval, kept in the file")
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
-    arguments = _arguments()
+    parser = _parser()
+    arguments = parser.parse_args()
+    try:
+        _capture(arguments)
+    except (ValueError, OSError) as error:  # a model, layer, text or file that is not there
+        parser.error(str(error))
+
+
+def _capture(arguments: argparse.Namespace) -> None:
     model, tokenizer = load_model(arguments.model, getattr(torch, arguments.dtype))
     ids = tokenize(arguments.text.read_bytes(), tokenizer)
     sequences = cut(ids, arguments.tokens or [len(ids)])
@@ -201,7 +218,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    main()

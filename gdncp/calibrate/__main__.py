@@ -8,7 +8,7 @@ predicts what was measured; a table shows both, and whole calls, which are not f
 from --base.  The file goes wherever a profile's name does: plan_prefill(profile="profile.json"), profile=profile.json
 of gdncp.prefill, --profile profile.json of gdncp.plan and gdncp.simulate.
 
-Exit codes: 0 it was written, 1 nothing could be measured, 2 the command line is wrong.
+Exit codes: 0 it was written, 2 it was not: what the command line asks for cannot be done.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class PrefillPlan:
             *(() if self.fold_span == 1 else ("spans", self.fold_span)),
             self.finish,
             self.lanes_per_rank,
-            *(("heads",) if len(self.head_groups) > 1 else ()),
+            *(("heads",) if self.cp_chunk_lanes < self.lanes_per_rank else ()),
             self.head_half_lives,
             self.forget_below,
         )

@@ -90,7 +90,7 @@ def winners(cases: Sequence[Case]) -> Table:
     result.add_column("batch")
     result.add_column("ownership")
     for count in gpus:
-        result.add_column(f"{count:,} GPUs", justify="right")
+        result.add_column(f"{count:,} GPU{'s' * (count > 1)}", justify="right")
     for batch, ownership in dict.fromkeys((case.batch, case.ownership) for case in own):
         cells = []
         for count in gpus:

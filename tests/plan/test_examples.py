@@ -11,6 +11,7 @@ import pytest
 
 import gdncp.plan
 from gdncp.plan import CpChunk, PrefillPlan, RankCheckpoint, plan_prefill
+from gdncp.plan.checks import LANES_BY
 from gdncp.plan.cost import fixup_load
 from tests.plan.strategies import HEADS
 
@@ -180,6 +181,7 @@ def test_ranks_and_sequences_outside_the_plan(rank: int) -> None:
         {"finish": "entry_late"},
         {"fold_span": 2},
         {"lanes_per_rank": 2},
+        {"lanes_per_rank": 2, "lanes_by": "heads"},
         {"head_half_lives": [8.0] * 4},
         {"forget_below": 0},
         {"opens": False},
@@ -190,6 +192,13 @@ def test_ranks_and_sequences_outside_the_plan(rank: int) -> None:
 def test_digest_sees_every_argument(change: dict) -> None:
     base = {"seq_lens": [600], "world_size": 2, "cp_chunk_len": 64, "fixup": "chain", **HEADS}
     assert plan_prefill(**base).digest != plan_prefill(**{**base, **change}).digest
+
+
+def test_lanes_of_one_group_of_heads_are_not_lanes_of_cp_chunks() -> None:
+    layer = {"num_q_heads": 1, "num_k_heads": 1, "num_v_heads": 4}
+    by = {word: plan_prefill([600], cp_chunk_len=64, lanes_per_rank=2, lanes_by=word, **layer) for word in LANES_BY}
+    assert [len(plan.rank_plan(0).lanes) for plan in by.values()] == [2, 1]
+    assert len({plan.digest for plan in by.values()}) == 2
 
 
 def test_the_digest_is_the_same_in_every_process() -> None:
