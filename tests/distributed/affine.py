@@ -83,6 +83,7 @@ def make_plan(
         head_dim=K_DIM,
         cp_chunk_len=CP_CHUNK_LEN,
         fixup=fixup,
+        finish="entry_first",  # all entry states by the exchange
     )
 
 
