@@ -10,7 +10,7 @@ from typing import NoReturn
 
 PLANNED = (
     *("seq_lens", "world_size", "ownership", "head_dim", "cp_chunk_len", "first_cp_chunk_len", "lanes_per_rank"),
-    *("checkpoint_every_n_tokens", "fixup", "fold_span", "finish", "head_half_lives", "forget_below"),
+    *("lanes_by", "checkpoint_every_n_tokens", "fixup", "fold_span", "finish", "head_half_lives", "forget_below"),
     *("require_reproducible", "profile"),
 )  # arguments of `plan_prefill` that are options of the same name
 

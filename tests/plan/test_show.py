@@ -301,6 +301,7 @@ def test_lengths_from_a_file_explicit_ranges_and_three_head_counts(
         ("--seq-lens 5 --heads 16/24", ["--heads 16/24: num_q_heads=16", "GVA"]),
         ("--seq-lens 5 --cp-chunk-len 100", ["--cp-chunk-len must be", "multiple", "100"]),
         ("--seq-lens 5 --first-cp-chunk-len 64", ["--first-cp-chunk-len must be None where --cp-chunk-len is"]),
+        ("--seq-lens 5 --lanes-by head", ["--lanes-by must", "'head'"]),
         ("--seq-lens 5 --fixup ring", ["--fixup must", "'ring'"]),
         ("--seq-lens 5 --fixup tree --require-reproducible", ["--fixup must not be 'tree'", "--require-reproducible"]),
         ("--seq-lens 9999999999999999999", ["--seq-lens must have at most"]),
