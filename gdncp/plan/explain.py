@@ -89,7 +89,10 @@ def _finish(plan: PrefillPlan) -> str:
     what = "stage 4 follows the fixup"
     if plan.finish == "entry_late":
         what = "stage 4 waits for the exchange only where an entry state depends on it"
-    return f"{plan.finish}: {what}{'' if plan.finish_requested == 'auto' else ' (as asked)'}"
+    asked = {"auto": "", plan.finish: " (as asked)"}.get(
+        plan.finish_requested, f" ({plan.finish_requested} was asked for)"
+    )
+    return f"{plan.finish}: {what}{asked}"
 
 
 def _checkpoints(plan: PrefillPlan) -> str:
@@ -105,7 +108,7 @@ def _forgetting(plan: PrefillPlan) -> str:
         return "off"
     bound = "the dtype's bound" if plan.forget_below is None else f"below {plan.forget_below:g}"
     if plan.head_half_lives is None:
-        return f"{bound}; planned as if no head forgot"
+        return f"{bound}; times are predicted as if no head forgot"
     low, high = min(plan.head_half_lives), max(plan.head_half_lives)
     return f"{bound}; planned for half-lives from {low:.4g} to {high:.4g} tokens"
 

@@ -74,7 +74,7 @@ def plan_prefill(
         lanes_by: what lanes divide: "cp_chunks", or "heads": each lane does all of a group of heads, so that one
             group's exchange runs beside another's scans. Heads that share a key head stay together.
         head_half_lives: tokens in which each state head's gates halve a state, as far as the host knows. None: times
-            are predicted as if no head forgot, and the CP chunk length is the best on average over that and over
+            are predicted as if no head forgot, and what is chosen is least far behind the best for that and for
             half-lives from 4 to 16384 tokens.
         forget_below: the bound below which what entered a CP chunk counts as forgotten; None: by dtype; 0: never.
         require_reproducible: "tree", which associates maps by rank, is refused and "auto" leaves it out, and a CP chunk

@@ -234,7 +234,8 @@ def test_the_plan_says_how_it_finishes():
     assert (first.finish, late.finish) == ("entry_first", "entry_late")
     assert first.digest != late.digest
     assert "entry_late" in late.explain() and "as asked" in late.explain()
-    assert plan_for([4000], 1, finish="entry_late").finish == "entry_first"  # nothing to wait for
+    alone = plan_for([4000], 1, finish="entry_late")  # nothing to wait for
+    assert alone.finish == "entry_first" and "entry_late was asked for" in " ".join(alone.explain().split())
     assert plan_for([4000], 2).finish == "entry_first"  # on one worker nothing runs beside an exchange
     with pytest.raises(ValueError, match=r"finish must be .*, got 'zero_first'"):
         plan_for([4000], 2, finish="zero_first")
