@@ -204,7 +204,7 @@ def _plan_of_call(
         )
 
     plan = planned(cp_chunk_len)
-    if use_cp is True and cp_chunk_len is None and plan.cp_chunk_len >= max(seq_lens):
+    if use_cp is True and world_size == 1 and cp_chunk_len is None and plan.cp_chunk_len >= max(seq_lens):
         plan = planned(balanced(max(seq_lens)))  # asked to split what "auto" would leave whole
     return plan
 

@@ -51,7 +51,8 @@ def _layer(plan: PrefillPlan) -> str:
 def _ranks(plan: PrefillPlan) -> str:
     lanes = f", {plan.lanes_per_rank} lanes each" if plan.lanes_per_rank > 1 else ""
     if plan.lanes_by == "heads" and lanes:
-        lanes += f" of heads {', '.join(f'{start} to {stop - 1}' for start, stop in plan.head_groups)}"
+        heads = ", ".join(f"{start} to {stop - 1}" for start, stop in plan.head_groups)
+        lanes = f", {_count(len(plan.head_groups), 'lane')} each of heads {heads}"
     idle = sum(not plan.num_tokens(rank) for rank in range(plan.world_size))
     without = f", {idle} of them without tokens" if idle else ""
     return f"{plan.world_size}, {plan.ownership} ownership{lanes}{without}"

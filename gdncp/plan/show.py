@@ -225,7 +225,9 @@ def _facts(plan: PrefillPlan) -> tuple[str, ...]:
     first = f", a sequence's first of {plan.first_cp_chunk_len:,}" if len(set(plan.grid)) > 1 else ""
     ranks = _count(plan.world_size, "rank") + f", {plan.ownership} ownership"
     if plan.lanes_per_rank > 1:
-        ranks += f", {plan.lanes_per_rank} lanes each{' of heads' if plan.lanes_by == 'heads' else ''}"
+        by_heads = plan.lanes_by == "heads"
+        ranks += f", {_count(len(plan.head_groups), 'lane')} of heads" if by_heads else f", {plan.lanes_per_rank} lanes"
+        ranks += " each"
     late = ", entry_late" if plan.finish == "entry_late" else ""
     return (
         f"{_count(plan.num_sequences, 'sequence')}, {_count(plan.num_tokens_total, 'token')} on {ranks}",

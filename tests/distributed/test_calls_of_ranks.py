@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import gdncp
+from gdncp import flashinfer_api
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_same_bits import DIM, EVERY, HEADS, LENGTH, alone, batch, plan_for
 from tests.numeric import Target, assert_output, assert_within, random_state, random_tokens
@@ -117,6 +118,16 @@ def test_flashinfers_call_on_a_sub_group():
     assert_output(torch.cat([first[0], second[0]]), expected.output, seq_lens, 2e-5)
     assert_within(first[1] + second[1], expected.final_state, 2e-5)  # each row on one owner, zeros elsewhere
     assert_within(torch.cat([first[2], second[2]]), expected.checkpoints, 2e-5)
+
+
+def test_use_cp_leaves_tokens_where_plan_prefill_says():
+    """Callers cut their tokens by it; on one rank True splits what "auto" would leave whole."""
+    seq_lens, (q, k, v) = (300, 63, 63, 1), (torch.empty(0, heads, DIM) for heads in HEADS)
+    words = dict(zip(("num_q_heads", "num_k_heads", "num_v_heads"), HEADS, strict=True))
+    expected = gdncp.plan_prefill(seq_lens, world_size=2, head_dim=DIM, **words)
+    assert expected.cp_chunk_len >= 300
+    assert flashinfer_api._plan_of_call(seq_lens, 2, True, None, 0, q, k, v) == expected
+    assert flashinfer_api._plan_of_call(seq_lens, 1, True, None, 0, q, k, v).cp_chunk_len < 300
 
 
 GROUP_CALLS = {

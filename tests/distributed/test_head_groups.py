@@ -119,6 +119,8 @@ def test_pools_and_parts():
     with pytest.raises(ValueError, match="plan must not have lanes_by='heads' here"):
         gdncp.summarise(plan, **tokens)
     assert "2 lanes each of heads 0 to 1, 2 to 3" in plan.explain()
+    few = plan_of((2, 1, 1), dim, lanes_per_rank=3, lanes_by="heads")  # as many groups as key heads
+    assert "1 lane each of heads 0 to 1" in few.explain()
     assert plan.digest != one.digest
     with pytest.raises(ValueError, match="lanes_by must be"):
         plan_of(heads, dim, lanes_by="tokens")
