@@ -1,4 +1,4 @@
-"""Our kernels for Hopper GPUs (compute capability 9.0), in Gluon: bf16 and fp16 tokens, head dims of 128."""
+"""Our kernels for Hopper GPUs (compute capability 9.0), in Gluon: bf16 and fp16 tokens, head dims of 64 and 128."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gdncp_kernels.hopper.tiles import Tiles
 
 MIN_TRITON = (3, 6)
+HEAD_DIMS = (64, 128)
 TMA_ALIGNMENT = 16  # bytes
 
 
@@ -43,8 +44,8 @@ class HopperBackend:
             return f"precision is {precision!r}; only 'fast' is supported."
         if dtype not in (torch.bfloat16, torch.float16):
             return f"inputs are {dtype}; only bfloat16 and float16 are supported."
-        if (k_dim, v_dim) != (128, 128):
-            return f"head dims are K = {k_dim} and V = {v_dim}; only 128 is supported."
+        if k_dim != v_dim or k_dim not in HEAD_DIMS:
+            return f"head dims are K = {k_dim} and V = {v_dim}; only K = V = 64 and K = V = 128 are supported."
         if device.type != "cuda" or torch.version.hip:
             return f"the device is {device}; an NVIDIA Hopper GPU is needed."
         capability = torch.cuda.get_device_capability(device)

@@ -44,6 +44,7 @@ INPUTS: dict[str, tuple[torch.dtype, Precision]] = {
     "fp32": (torch.float32, "high"),
 }
 KERNELS = ("triton", "hopper")
+HOPPER_DIMS = ("64x64", "128x128")
 HOPPER_INPUTS = ("bf16", "fp16")
 PLAIN_CALLS = (("linear", True, True), ("log", False, False), (None, False, False))
 HOPPER_CALLS = (*product(("linear", "log"), (False, True), (False, True)), (None, False, False))
@@ -209,8 +210,8 @@ def chosen(archs: Sequence[str], dims: Sequence[str], inputs: Sequence[str], ker
             k_dim, _, v_dim = dim.partition("x")
             if "triton" in kernels:
                 found.append(Variants(arch, "triton", tokens, int(k_dim), int(v_dim)))
-            if "hopper" in kernels and (arch, dim) == (90, "128x128") and tokens in HOPPER_INPUTS:
-                found.append(Variants(arch, "hopper", tokens, 128, 128))
+            if "hopper" in kernels and arch == 90 and dim in HOPPER_DIMS and tokens in HOPPER_INPUTS:
+                found.append(Variants(arch, "hopper", tokens, int(k_dim), int(v_dim)))
     return found
 
 

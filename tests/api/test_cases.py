@@ -8,8 +8,9 @@ from tests.conftest import on_targets
 from tests.numeric import CASES, assert_output, assert_within, checkpoint_starts, cu, load_case, offsets
 
 
-def run_case(case, device, backend, *, chunk_len=None, gate_space="linear", on_host=True, use_cp="auto"):
+def run_case(case, target, *, chunk_len=None, gate_space="linear", on_host=True, use_cp="auto"):
     """Everything that the case has an expectation for: output, final state, checkpoints."""
+    device, backend, _ = target
     case = case.to(device)
     pool = case["state_pool"]
     every = case.checkpoint_every_n_tokens
@@ -60,7 +61,7 @@ def takes(target, name):
 @pytest.mark.parametrize("name, target", on_targets(CASES, takes))
 def test_case(name, chunk_len, target):
     case = load_case(name)
-    output, final, checkpoints = run_case(case, *target, chunk_len=chunk_len)
+    output, final, checkpoints = run_case(case, target, chunk_len=chunk_len)
     tol = case.tolerance
     assert output.dtype == case["q"].dtype and final.dtype == torch.float32
     assert_output(output, case["expected_output"], case.seq_lens, tol)
@@ -75,7 +76,7 @@ LOG_CASES = ["hard_resets", "real_gate_range", "l2norm_in_kernel_fp16", "pool_in
 @pytest.mark.parametrize("name, target", on_targets(LOG_CASES, takes))
 def test_log_gates_mean_the_same(name, target):
     case = load_case(name)
-    output, final, _ = run_case(case, *target, chunk_len=64, gate_space="log")
+    output, final, _ = run_case(case, target, chunk_len=64, gate_space="log")
     assert_output(output, case["expected_output"], case.seq_lens, case.tolerance)
     assert_within(final, case["expected_final_state"], case.tolerance, what="final state")
 
@@ -88,8 +89,8 @@ ON_DEVICE = on_targets(CASES, lambda target, name: target.device != "cpu" and ta
 def test_lengths_that_only_the_device_knows(name, chunk_len, target):
     case = load_case(name)
     use_cp = chunk_len is not None  # "auto" with lengths on the host would choose a split by predicted time
-    with_host = run_case(case, *target, chunk_len=chunk_len, use_cp=use_cp)
-    without = run_case(case, *target, chunk_len=chunk_len, use_cp=use_cp, on_host=False)
+    with_host = run_case(case, target, chunk_len=chunk_len, use_cp=use_cp)
+    without = run_case(case, target, chunk_len=chunk_len, use_cp=use_cp, on_host=False)
     if target.backend != "torch":  # torch on CUDA may pick other kernels for another batch
         assert all(a is b or torch.equal(a, b) for a, b in zip(with_host, without, strict=True))
     assert_output(without[0], case["expected_output"], case.seq_lens, case.tolerance)

@@ -18,7 +18,7 @@ def to(tokens, device):
 
 
 def run(tokens, seq_lens, target, **arguments):
-    device, backend = target
+    device, backend, _ = target
     arguments = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     arguments.setdefault("cu_seqlens", cu(seq_lens, device))
     arguments.setdefault("cu_seqlens_host", offsets(seq_lens))

@@ -10,7 +10,7 @@ from tests.numeric import GATES, assert_output, assert_within, random_tokens, to
 
 def errors(tokens, target, chunk_len, expected, **arguments):
     """Relative L2 of output and final state, the worst head."""
-    device, backend = target
+    device, backend, _ = target
     output, final = gdncp.chunk_gated_delta_rule(
         **{n: x.to(device) for n, x in tokens.items()}, output_final_state=True, _cp_chunk_len=chunk_len,
         use_cp=chunk_len is not None, backend=backend, forget_below=0.0, **arguments,
@@ -61,7 +61,7 @@ def test_every_gate_profile_and_dtype(dtype, gates, beta_max, target):
     tokens = random_tokens(700, (1, 1, 3), target.dim, dtype=dtype, gates=gates, beta_max=beta_max)
     initial = target.states(2, 3)
     expected = gdncp.gated_delta_rule_reference(**tokens, initial_state=initial, seq_lens=[450, 250])
-    device, backend = target
+    device, backend, _ = target
     output, final = gdncp.chunk_gated_delta_rule(
         **{n: x.to(device) for n, x in tokens.items()}, initial_state=initial.to(device), output_final_state=True,
         cu_seqlens=torch.tensor([0, 450, 700], device=device), cu_seqlens_host=[0, 450, 700], _cp_chunk_len=128,

@@ -25,8 +25,8 @@ def selected(name="auto", **changes):
 @pytest.mark.skipif(GLUON is not None, reason=f"hopper: {GLUON}")
 def test_auto_takes_hopper_where_it_can_and_the_next_where_not(gpu):
     gpu(9, 0)
-    assert selected() == selected(dtype=torch.float16) == "hopper"
-    for change in ({"dtype": torch.float32}, {"k_dim": 64, "v_dim": 64}, {"v_dim": 64}, {"precision": "high"}):
+    assert selected() == selected(dtype=torch.float16) == selected(k_dim=64, v_dim=64) == "hopper"
+    for change in ({"dtype": torch.float32}, {"k_dim": 256, "v_dim": 256}, {"v_dim": 64}, {"precision": "high"}):
         assert selected(**change) == "triton", change
     assert selected(k_dim=48) == "torch"
 

@@ -28,7 +28,7 @@ def plan_of(heads: tuple[int, int, int], dim: int, world_size: int = 1, **choice
 
 
 def _share(rank: int, plan, heads, target, arguments) -> dict[str, torch.Tensor]:
-    device, backend = target
+    device, backend, _ = target
     tokens = random_tokens(sum(SEQ_LENS), heads, plan.head_dim, dtype=target.dtype, beta_max=2.0)
     initial = random_state(len(SEQ_LENS), max(heads), plan.head_dim)
     own = {n: torch.cat([x[a:b] for a, b in plan.token_ranges(rank)]).to(device) for n, x in tokens.items()}

@@ -26,7 +26,7 @@ SHORT = [6 * LENGTH + 9]  # under any other name: for kernels that are interpret
 
 
 def dim_of(target: Target) -> int:
-    """Small, as many processes share few cores, but for a set that takes one head dim only."""
+    """Small, as many processes share few cores, but for a set that takes few head dims."""
     return target.dim if target.backend == "hopper" else DIM
 
 
@@ -49,7 +49,7 @@ def plan_for(seq_lens, world_size: int, dim: int = DIM, **choices: Any) -> gdncp
 
 def run_share(rank: int, plan, name, gates, dtype, target, arguments) -> dict[str, torch.Tensor]:
     """One rank's call on its own tokens; results on the CPU, with the global rows they are."""
-    device, backend = target
+    device, backend, _ = target
     _, tokens, initial = batch(name, gates, dtype, plan.head_dim)
     ranges = plan.token_ranges(rank)
     own = {n: torch.cat([x[a:b] for a, b in ranges] or [x[:0]]).to(device) for n, x in tokens.items()}

@@ -43,7 +43,7 @@ class Set:
         return random_state(rows, heads, self.dim).to(self.device)
 
 
-SETS = (Set("triton", 64), Set("hopper", 128, other_dtype=torch.bfloat16))
+SETS = (Set("triton", 64), *(Set("hopper", dim, other_dtype=torch.float16) for dim in (128, 64)))
 
 
 def planned(s: Set) -> None:
@@ -130,15 +130,15 @@ def run(only: str) -> None:
 
     launched: set[str] = set()
     knobs.runtime.launch_enter_hook.add(lambda metadata: launched.add(metadata.get()["name"]))
-    call = {"device": torch.device("cuda"), "k_dim": 128, "v_dim": 128, "precision": "fast"}
     for s in SETS:
+        call = {"device": torch.device("cuda"), "k_dim": s.dim, "v_dim": s.dim, "precision": "fast"}
         reason = get_backend(s.backend).rejection_reason(dtype=s.dtype, **call)
         if reason is not None:
-            print(f"{s.backend}: not run, {reason}")
+            print(f"{s.backend} {s.dim}: not run, {reason}")
             continue
         launched.clear()
         for case in CASES:
-            name = f"{s.backend} {case.__name__}"
+            name = f"{s.backend} {case.__name__} {s.dim}"
             if only in name:
                 started = time.perf_counter()
                 case(s)
@@ -146,7 +146,7 @@ def run(only: str) -> None:
                 print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
         missing = kernels(s.backend) - launched
         if missing and not only:
-            sys.exit(f"{s.backend}: never launched: {', '.join(sorted(missing))}")
+            sys.exit(f"{s.backend} {s.dim}: never launched: {', '.join(sorted(missing))}")
 
 
 if __name__ == "__main__":

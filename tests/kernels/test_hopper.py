@@ -20,14 +20,15 @@ from tests.numeric import TOLERANCE, TOLERANCE_BETA_ABOVE_1, assert_output, asse
 # orthogonal q and k gets as small as fp16's subnormals, which one token alone shows.
 ALLOWED = {torch.bfloat16: TOLERANCE[torch.bfloat16], torch.float16: 2e-3}
 ALLOWED_BETA_ABOVE_1 = {torch.bfloat16: TOLERANCE_BETA_ABOVE_1[torch.bfloat16], torch.float16: 2e-3}
+both_dims = pytest.mark.parametrize("dim", [128, 64])
 both_dtypes = pytest.mark.parametrize("dtype", list(ALLOWED), ids=str)
 
 SEQ_LENS = [777, 64, 0, 330, 1500, 1]  # tails, one chunk, nothing, one token; 1500 tokens are six CP chunks of 256
 HEADS = {"equal": (2, 2, 2), "gva": (1, 1, 3), "gqa": (4, 2, 2)}
 
 
-def make_inputs(num_tokens: int, heads=(1, 1, 2), l2norm=False, dtype=torch.bfloat16, **arguments) -> TokenInputs:
-    inputs = driver.make_inputs(num_tokens, heads, 128, 128, dtype=dtype, **arguments)
+def make_inputs(num_tokens, heads=(1, 1, 2), l2norm=False, dtype=torch.bfloat16, dim=128, **arguments) -> TokenInputs:
+    inputs = driver.make_inputs(num_tokens, heads, dim, dim, dtype=dtype, **arguments)
     if l2norm:  # rows of any length
         lengths = torch.logspace(-1, 1, num_tokens)[:, None, None]
         q, k = (inputs.q.float() * lengths).to(dtype), (inputs.k.float() * lengths.flip(0)).to(dtype)
@@ -49,30 +50,34 @@ def assert_matches_oracle(result, inputs, seq_lens, initial, tolerance, **argume
 
 
 @hopper_only
+@both_dims
 @both_dtypes
 @pytest.mark.parametrize("gates", driver.GATES)
 @pytest.mark.parametrize("l2norm", [False, True], ids=["raw", "l2norm"])
-def test_gates(gates, l2norm, dtype):
-    inputs = make_inputs(sum(SEQ_LENS), gates=gates, l2norm=l2norm, dtype=dtype)
+def test_gates(gates, l2norm, dtype, dim):
+    inputs = make_inputs(sum(SEQ_LENS), gates=gates, l2norm=l2norm, dtype=dtype, dim=dim)
     initial = driver.make_state(len(SEQ_LENS), inputs)
     result = driver.run(on_gpu(inputs), SEQ_LENS, 256, initial.cuda(), backend=HopperBackend())
     assert_matches_oracle(result, inputs, SEQ_LENS, initial, ALLOWED[dtype])
 
 
 @hopper_only
+@both_dims
 @both_dtypes
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_heads_linear_gates_and_no_state(heads, dtype):
-    inputs = make_inputs(sum(SEQ_LENS), heads, gates="resets", gate_space="linear", l2norm=True, dtype=dtype)
+def test_heads_linear_gates_and_no_state(heads, dtype, dim):
+    words = {"gates": "resets", "gate_space": "linear", "l2norm": True, "dtype": dtype, "dim": dim}
+    inputs = make_inputs(sum(SEQ_LENS), heads, **words)
     result = driver.run(on_gpu(inputs), SEQ_LENS, 128, backend=HopperBackend())
     assert_matches_oracle(result, inputs, SEQ_LENS, None, ALLOWED[dtype])
 
 
 @hopper_only
+@both_dims
 @both_dtypes
 @pytest.mark.parametrize("beta", [(0.0, 2.0), (1.0, 2.0), None], ids=str)
-def test_beta_above_one_and_none(beta, dtype):
-    inputs = make_inputs(2000, beta=beta, gates="weak", dtype=dtype)
+def test_beta_above_one_and_none(beta, dtype, dim):
+    inputs = make_inputs(2000, beta=beta, gates="weak", dtype=dtype, dim=dim)
     initial = driver.make_state(1, inputs)
     result = driver.run(on_gpu(inputs), [2000], 192, initial.cuda(), backend=HopperBackend())
     tolerance = (ALLOWED if beta is None else ALLOWED_BETA_ABOVE_1)[dtype]
@@ -80,17 +85,19 @@ def test_beta_above_one_and_none(beta, dtype):
 
 
 @hopper_only
+@both_dims
 @both_dtypes
-def test_many_cp_chunks_that_never_forget(dtype):
-    inputs = make_inputs(8192, (1, 1, 1), dtype=dtype)
+def test_many_cp_chunks_that_never_forget(dtype, dim):
+    inputs = make_inputs(8192, (1, 1, 1), dtype=dtype, dim=dim)
     split = driver.run(on_gpu(inputs), [8192], 128, backend=HopperBackend())
     assert_matches_oracle(split, inputs, [8192], None, ALLOWED[dtype])
 
 
 @hopper_only
+@both_dims
 @both_dtypes
-def test_scale_and_alike_keys(dtype):
-    inputs = make_inputs(700, beta=(0.5, 1.0), gates="weak", dtype=dtype)
+def test_scale_and_alike_keys(dtype, dim):
+    inputs = make_inputs(700, beta=(0.5, 1.0), gates="weak", dtype=dtype, dim=dim)
     k = torch.nn.functional.normalize(0.5 * inputs.k.float() + inputs.k[:1].float(), dim=-1).to(dtype)
     inputs = replace(inputs, k=k, scale=-1.7)
     result = driver.run(on_gpu(inputs), [700], 256, backend=HopperBackend())
@@ -98,12 +105,13 @@ def test_scale_and_alike_keys(dtype):
 
 
 @hopper_only
+@both_dims
 @both_dtypes
 @pytest.mark.parametrize("l2norm", [False, True], ids=["raw", "l2norm"])
-def test_checkpoints_anywhere(l2norm, dtype):
+def test_checkpoints_anywhere(l2norm, dtype, dim):
     lens = [300, 0, 64, 129]
     positions = [[1, 5, 64, 100, 128, 299, 300], [], [64], [63, 65, 129]]
-    inputs = make_inputs(sum(lens), gates="resets", l2norm=l2norm, dtype=dtype)
+    inputs = make_inputs(sum(lens), gates="resets", l2norm=l2norm, dtype=dtype, dim=dim)
     initial = driver.make_state(len(lens), inputs)
     gpu = on_gpu(inputs)
     result = driver.run(gpu, lens, 192, initial.cuda(), positions=positions, backend=HopperBackend())
@@ -113,8 +121,9 @@ def test_checkpoints_anywhere(l2norm, dtype):
 
 
 @hopper_only
-def test_maps_and_their_bounds_are_those_of_the_torch_set():
-    inputs = on_gpu(make_inputs(1200, (2, 2, 6), gates="mixed", l2norm=True))
+@both_dims
+def test_maps_and_their_bounds_are_those_of_the_torch_set(dim):
+    inputs = on_gpu(make_inputs(1200, (2, 2, 6), gates="mixed", l2norm=True, dim=dim))
     initial = driver.make_state(2, inputs).cuda()
     lens = [1000, 200]
     for forget_below in (0.0, 2.0**-16):
@@ -159,8 +168,9 @@ def test_forgetting_changes_no_more_than_its_bound():
 
 
 @hopper_only
-def test_lengths_on_the_device_give_the_bits_of_the_plan():
-    inputs = on_gpu(make_inputs(sum(SEQ_LENS), gates="mixed"))
+@both_dims
+def test_lengths_on_the_device_give_the_bits_of_the_plan(dim):
+    inputs = on_gpu(make_inputs(sum(SEQ_LENS), gates="mixed", dim=dim))
     initial = driver.make_state(len(SEQ_LENS), inputs).cuda()
     offsets = torch.tensor([0, *torch.tensor(SEQ_LENS).cumsum(0).tolist()], device="cuda")
     backend, arguments = HopperBackend(), {"forget_below": 2.0**-16, "every": 128}
@@ -172,9 +182,10 @@ def test_lengths_on_the_device_give_the_bits_of_the_plan():
 
 
 @hopper_only
-def test_neighbours_that_are_nan_and_rows_that_nothing_covers():
+@both_dims
+def test_neighbours_that_are_nan_and_rows_that_nothing_covers(dim):
     lens = [100, 70, 200, 30]  # each but the last ends inside a chunk that its neighbour's rows fill
-    inputs = on_gpu(make_inputs(sum(lens) + 50, gates="mixed", l2norm=True))
+    inputs = on_gpu(make_inputs(sum(lens) + 50, gates="mixed", l2norm=True, dim=dim))
     offsets = torch.tensor([0, 100, 170, 370, 400], device="cuda")
     clean = driver.run_from_device(inputs, offsets, 128, backend=HopperBackend(), fill=7.0)
     for poison in (slice(100, 170), slice(170, 370), slice(370, 450)):
@@ -190,8 +201,9 @@ def test_neighbours_that_are_nan_and_rows_that_nothing_covers():
 
 
 @hopper_only
-def test_same_bits_again_and_with_other_batch_mates():
-    inputs = on_gpu(make_inputs(sum(SEQ_LENS), gates="weak"))
+@both_dims
+def test_same_bits_again_and_with_other_batch_mates(dim):
+    inputs = on_gpu(make_inputs(sum(SEQ_LENS), gates="weak", dim=dim))
     run = lambda x, lens: driver.run(x, lens, 256, backend=HopperBackend())  # noqa: E731
     first, again = run(inputs, SEQ_LENS), run(inputs, SEQ_LENS)
     assert torch.equal(first.output, again.output) and torch.equal(first.final_state, again.final_state)
@@ -224,16 +236,17 @@ def test_views_that_are_not_aligned_and_only_empty_sequences():
 
 
 @hopper_only
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@both_dims
+@both_dtypes
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("opens", [True, False])
-def test_public_calls_where_stage_2_opens_sequences(lanes, opens, dtype):
+def test_public_calls_where_stage_2_opens_sequences(lanes, opens, dtype, dim):
     """A sequence's first CP chunk gets outputs and checkpoints in stage 2's launch, and runs of maps fold in one."""
     every, starts = 64, [0, *torch.tensor([n // 64 for n in SEQ_LENS]).cumsum(0).tolist()]
-    inputs = make_inputs(sum(SEQ_LENS), (1, 1, 2), gates="mixed", dtype=dtype)
+    inputs = make_inputs(sum(SEQ_LENS), (1, 1, 2), gates="mixed", dtype=dtype, dim=dim)
     initial = driver.make_state(len(SEQ_LENS), inputs)
     gpu = on_gpu(inputs)
-    heads = {"num_q_heads": 1, "num_k_heads": 1, "num_v_heads": 2, "head_dim": 128}
+    heads = {"num_q_heads": 1, "num_k_heads": 1, "num_v_heads": 2, "head_dim": dim}
     plan = gdncp.plan_prefill(
         SEQ_LENS, **heads, cp_chunk_len=256, checkpoint_every_n_tokens=every, lanes_per_rank=lanes, opens=opens
     )
@@ -266,7 +279,8 @@ def test_refusals():
     arguments = {"device": device, "dtype": torch.bfloat16, "k_dim": 128, "v_dim": 128, "precision": "fast"}
     for change, word in (
         ({"dtype": torch.float32}, "float32"),
-        ({"k_dim": 64}, "64"),
+        ({"k_dim": 64}, "K = 64 and V = 128"),
+        ({"k_dim": 256, "v_dim": 256}, "K = 256 and V = 256"),
         ({"precision": "high"}, "high"),
         ({"device": torch.device("cpu")}, "cpu"),
     ):
@@ -276,22 +290,23 @@ def test_refusals():
         select_backend("hopper", **{**arguments, "device": torch.device("cpu")})
     assert get_backend("hopper").name == "hopper"
     if HAS_CUDA and torch.cuda.get_device_capability() == (9, 0):  # the tests above run here, or for this reason not
-        assert backend.rejection_reason(**arguments) == triton_rejection_reason(MIN_TRITON, "triton.experimental.gluon")
+        why_not = triton_rejection_reason(MIN_TRITON, "triton.experimental.gluon")
+        assert all(backend.rejection_reason(**{**arguments, "k_dim": d, "v_dim": d}) == why_not for d in (64, 128))
 
 
 @hopper_only
-def test_a_warm_plan_compiles_nothing_and_can_be_captured(monkeypatch):
+@both_dims
+def test_a_warm_plan_compiles_nothing_and_can_be_captured(monkeypatch, dim):
     from gdncp_kernels.hopper.launch import Launcher
 
-    inputs = on_gpu(make_inputs(1000, gates="mixed"))
-    plan = gdncp.plan_prefill(
-        [1000], num_q_heads=1, num_k_heads=1, num_v_heads=2, cp_chunk_len=256, checkpoint_every_n_tokens=128
-    )
+    inputs = on_gpu(make_inputs(1000, gates="mixed", dim=dim))
+    heads = {"num_q_heads": 1, "num_k_heads": 1, "num_v_heads": 2, "head_dim": dim}
+    plan = gdncp.plan_prefill([1000], **heads, cp_chunk_len=256, checkpoint_every_n_tokens=128)
     words = {"gate_space": inputs.gate_space, "backend": "hopper", "scale": inputs.scale}
     gdncp.warmup(plan, device="cuda", dtype=torch.bfloat16, pooled=True, **words)
     monkeypatch.setattr(Launcher, "compiled", None)
     tokens = (inputs.q, inputs.k, inputs.v, inputs.gate, inputs.beta)
-    pool, slots = torch.randn(3, 2, 128, 128, device="cuda"), torch.tensor([1], dtype=torch.int32, device="cuda")
+    pool, slots = torch.randn(3, 2, dim, dim, device="cuda"), torch.tensor([1], dtype=torch.int32, device="cuda")
     copy = pool.clone()
     expected = gdncp.prefill(plan, *tokens, state_pool=copy, state_indices=slots, **words)
     graph, other = torch.cuda.CUDAGraph(), pool.clone()
@@ -306,15 +321,15 @@ def test_a_warm_plan_compiles_nothing_and_can_be_captured(monkeypatch):
 
 
 @hopper_only
+@both_dims
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
-def test_pools_in_place_have_the_bits_of_states_that_are_copied(dtype):
-    inputs = on_gpu(make_inputs(900, gates="mixed"))
-    plan = gdncp.plan_prefill(
-        [500, 0, 400], num_q_heads=1, num_k_heads=1, num_v_heads=2, cp_chunk_len=128, forget_below=0.0
-    )
+def test_pools_in_place_have_the_bits_of_states_that_are_copied(dtype, dim):
+    inputs = on_gpu(make_inputs(900, gates="mixed", dim=dim))
+    heads = {"num_q_heads": 1, "num_k_heads": 1, "num_v_heads": 2, "head_dim": dim}
+    plan = gdncp.plan_prefill([500, 0, 400], **heads, cp_chunk_len=128, forget_below=0.0)
     tokens = (inputs.q, inputs.k, inputs.v, inputs.gate, inputs.beta)
     words = {"gate_space": inputs.gate_space, "backend": "hopper"}
-    wide = torch.randn(5, 3, 128, 128, device="cuda").to(dtype)
+    wide = torch.randn(5, 3, dim, dim, device="cuda").to(dtype)
     pool, slots = wide[:, :2], torch.tensor([4, 0, 2], device="cuda")  # slots that do not touch
     states = pool.float()[slots]
     expected = gdncp.prefill(plan, *tokens, initial_state=states, **words)

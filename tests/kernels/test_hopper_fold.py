@@ -7,39 +7,47 @@ from gdncp.backends.base import AffineMaps, FoldRuns
 from gdncp_kernels.hopper.state_fixup import StateFold
 from tests.conftest import DEVICE, hopper_only
 
-HEADS, DIM = 2, 128
+HEADS = 2
 pytestmark = hopper_only
+both_dims = pytest.mark.parametrize("dim", [128, 64])
+# runs that have nothing to fold: with so many more there are more blocks of 16 rows than an H200 has SMs
+with_idle_runs = pytest.mark.parametrize(
+    "dim, idle",
+    [(128, 0), (128, 6), (64, 0), (64, 14)],
+    ids=["128, 16 rows", "128, 32 rows", "64, 16 rows", "64, 32 rows"],
+)
 
 
-def random_maps(num_maps: int) -> AffineMaps:
+def random_maps(num_maps: int, dim: int) -> AffineMaps:
     gen = torch.Generator().manual_seed(7)
-    maps = AffineMaps.empty(num_maps, HEADS, DIM, DIM, torch.device(DEVICE))
-    maps.transition.copy_(torch.randn(maps.transition.shape, generator=gen) / DIM**0.5)
+    maps = AffineMaps.empty(num_maps, HEADS, dim, dim, torch.device(DEVICE))
+    maps.transition.copy_(torch.randn(maps.transition.shape, generator=gen) / dim**0.5)
     maps.local_state.copy_(torch.randn(maps.local_state.shape, generator=gen))
     return maps
 
 
-def test_fold_is_fp32_and_its_rows_are_their_own():
-    maps, fold = random_maps(2), StateFold()
+@both_dims
+def test_fold_is_fp32_and_its_rows_are_their_own(dim):
+    maps, fold = random_maps(2, dim), StateFold()
     state, transition, local_state = maps.local_state[0], maps.transition[1], maps.local_state[1]
     out = fold(state, transition, local_state)
     exact = state.double() @ transition.double() + local_state.double()
-    assert (out.double() - exact).norm() <= 1e-6 * exact.norm()  # 128 products of 22 bits
-    rows = slice(32, 80)
+    assert (out.double() - exact).norm() <= 1e-6 * exact.norm()  # products of 22 bits
+    rows = slice(16, 48)
     assert torch.equal(fold(state[:, rows], transition, local_state[:, rows]), out[:, rows])
     assert torch.equal(fold(state[1:], transition[1:], local_state[1:]), out[1:])
 
 
-@pytest.mark.parametrize("idle", [0, 6], ids=["16 rows", "32 rows"])
+@with_idle_runs
 @pytest.mark.parametrize("length", [2, 11])
-def test_runs_have_the_bits_of_single_folds(idle, length):
+def test_runs_have_the_bits_of_single_folds(dim, idle, length):
     """Three sequences on one rank: the start of one, the middle of one, and one CP chunk, which has nothing to fold.
 
-    `idle` more of the last kind are more programs than an H200 has SMs; 11 steps are more than transitions in flight.
+    11 steps are more than transitions in flight.
     """
-    maps, fold = random_maps(2 * length), StateFold()
+    maps, fold = random_maps(2 * length, dim), StateFold()
     num_states = 2 * length + 3
-    states = torch.randn(num_states, HEADS, DIM, DIM, generator=torch.Generator().manual_seed(8)).to(DEVICE)
+    states = torch.randn(num_states, HEADS, dim, dim, generator=torch.Generator().manual_seed(8)).to(DEVICE)
     expected = states.clone()
     expected[1] = maps.local_state[0]
     for row in range(1, length):
@@ -65,11 +73,11 @@ def test_runs_have_the_bits_of_single_folds(idle, length):
     assert torch.equal(states, expected)
 
 
-@pytest.mark.parametrize("idle", [0, 6], ids=["16 rows", "32 rows"])
-def test_runs_hand_states_on(idle):
+@with_idle_runs
+def test_runs_hand_states_on(dim, idle):
     """Two runs that go on elsewhere, of which one fills nothing here, and one that ends here."""
-    maps, fold = random_maps(9), StateFold()
-    states = torch.randn(9, HEADS, DIM, DIM, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    maps, fold = random_maps(9, dim), StateFold()
+    states = torch.randn(9, HEADS, dim, dim, generator=torch.Generator().manual_seed(9)).to(DEVICE)
     expected, exits = states.clone(), torch.full_like(states[:3], 7.0)
     left = exits.clone()
 

@@ -18,7 +18,7 @@ from tests.conftest import hopper_only
 from tests.numeric import random_state, random_tokens
 
 H, D = 2, 128
-HEADS = {"num_q_heads": 1, "num_k_heads": 1, "num_v_heads": H, "head_dim": D}
+HEADS = {"num_q_heads": 1, "num_k_heads": 1, "num_v_heads": H}
 LENGTHS = {"one CP chunk": [200], "several sequences": [700, 0, 130], "one short": [60, 900]}
 STATES = {
     "none": {},
@@ -31,30 +31,32 @@ STATES = {
 }
 GRIDS = {"whole": (1024, True), "split": (128, True), "split, not opened": (128, False)}
 CALLS = {
-    f"{states}, {lengths}, {grid}, {every}": (states, lengths, grid, every)
+    f"{states}, {lengths}, {grid}, {every}, {dim}": (states, lengths, grid, every, dim)
     for states in STATES
     for lengths in LENGTHS
     for grid in GRIDS
     for every in (0, 64)
+    for dim in (D, 64)
+    if dim == D or (states in ("narrow", "pool") and lengths == "several sequences")
 }
 
 
-def call_of(states, lengths, grid, every, device="cpu"):
+def call_of(states, lengths, grid, every, dim=D, device="cpu"):
     """A plan, and a call of it with memory for all that it writes."""
     seq_lens, words, given = LENGTHS[lengths], STATES[states], {}
     grid = dict(zip(("cp_chunk_len", "opens"), GRIDS[grid], strict=True))
-    plan = gdncp.plan_prefill(seq_lens, checkpoint_every_n_tokens=every, **grid, **HEADS)
-    tokens, count = random_tokens(sum(seq_lens), heads=(1, 1, H), dim=D, dtype=torch.bfloat16), len(seq_lens)
+    plan = gdncp.plan_prefill(seq_lens, checkpoint_every_n_tokens=every, head_dim=dim, **grid, **HEADS)
+    tokens, count = random_tokens(sum(seq_lens), heads=(1, 1, H), dim=dim, dtype=torch.bfloat16), len(seq_lens)
     for name, value in words.items():
         rows = 2 * count if "state_pool" in words else count
-        given[name] = random_state(rows, H, D).to(value) if isinstance(value, torch.dtype) else value
+        given[name] = random_state(rows, H, dim).to(value) if isinstance(value, torch.dtype) else value
     if "state_pool" in words:
         given["state_indices"] = 2 * torch.arange(count).flip(0)
     else:
-        given.setdefault("output_state", torch.zeros(count, H, D, D))
+        given.setdefault("output_state", torch.zeros(count, H, dim, dim))
     if every:
-        given["state_checkpoints"] = torch.zeros(len(plan.checkpoint_rows(0)), H, D, D)
-    given["output"] = torch.zeros(sum(seq_lens), H, D, dtype=torch.bfloat16)
+        given["state_checkpoints"] = torch.zeros(len(plan.checkpoint_rows(0)), H, dim, dim)
+    given["output"] = torch.zeros(sum(seq_lens), H, dim, dtype=torch.bfloat16)
     tensors = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in {**tokens, **given}.items()}
     return plan, {**tensors, "backend": "hopper"}
 
@@ -136,7 +138,7 @@ ONLY_IN_STAGES = {  # over the plan, over the arguments
 @pytest.mark.parametrize("name", ONLY_IN_STAGES)
 def test_where_something_comes_between_the_stages_run(recorded, monkeypatch, name):
     changes, more = ONLY_IN_STAGES[name]
-    grid = {"cp_chunk_len": 128, "checkpoint_every_n_tokens": 64, **HEADS, **changes}
+    grid = {"cp_chunk_len": 128, "checkpoint_every_n_tokens": 64, "head_dim": D, **HEADS, **changes}
     plan, asked, real = gdncp.plan_prefill(LENGTHS["several sequences"], **grid), [], stages.summarise
     monkeypatch.setattr("gdncp.stages.summarise", lambda call: asked.append(call) or real(call))
     tokens = random_tokens(830, heads=(1, 1, H), dim=D, dtype=torch.bfloat16)
@@ -233,9 +235,8 @@ def test_lengths_that_only_the_device_knows_compile_once(machine, monkeypatch):
     monkeypatch.setattr(type(get_backend("hopper")), "rejection_reason", lambda *_, **__: None)
     monkeypatch.setattr(validation, "_seen", lambda *_: False)
     monkeypatch.setattr(validation, "cu_seqlens_arguments", lambda *_: None)
-    for module in (precompute_t, recurrence_launches):
-        monkeypatch.setattr(module._launcher, "_variants", {})
-    monkeypatch.setattr(state_fixup._launch_runs, "_variants", {})
+    for launcher in (precompute_t._launcher, recurrence_launches._launchers[D], state_fixup._launch_runs):
+        monkeypatch.setattr(launcher, "_variants", {})
     tokens = random_tokens(700, heads=(1, 1, H), dim=D, dtype=torch.bfloat16)
     counts = []
     for offsets in ([0, 700], [0, 300], [0, 700]):
@@ -243,6 +244,22 @@ def test_lengths_that_only_the_device_knows_compile_once(machine, monkeypatch):
         gdncp.chunk_gated_delta_rule(**tokens, cu_seqlens=cu_seqlens, _cp_chunk_len=128, backend="hopper")
         counts.append((len(machine.compiled), len(machine.launched)))
     assert counts == [(4, 4), (4, 8), (4, 12)]
+
+
+@pytest.mark.parametrize("machine", ["3.6"], indirect=True)
+@pytest.mark.parametrize("dim", [128, 64])
+def test_head_dims_have_boxes_stages_and_registers_of_their_own(recorded, machine, monkeypatch, dim):
+    """Two CTAs of 64 share an SM, where one of 128 fills it."""
+    for launcher in (precompute_t._launcher, recurrence_launches._launchers[dim], state_fixup._launch_runs):
+        monkeypatch.setattr(launcher, "_variants", {})
+    plan, arguments = call_of("initial", "one CP chunk", "split", 64, dim)
+    recorded(lambda: gdncp.prefill(plan, **arguments), arguments)
+    caps = {options.get("maxnreg") for _, options in machine.compiled}
+    assert caps == ({None, 80} if dim == 64 else {None})
+    boxes = [[x.block_shape for x in given if hasattr(x, "block_shape")] for given, _ in machine.compiled]
+    tokens, square, gates = [64, dim], [64, 64], [1, 256]
+    assert [tokens, square] in boxes and [[dim, dim]] in boxes
+    assert [tokens, tokens, tokens, square, gates, square] in boxes
 
 
 @hopper_only

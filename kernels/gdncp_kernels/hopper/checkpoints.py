@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from gdncp.work import WorkTable
     from gdncp_kernels.hopper.tiles import Tiles
 
-DIM = tl.constexpr(128)
 BLOCK = tl.constexpr(32)  # state rows per program
 
 
@@ -48,6 +47,7 @@ def _finish_kernel(
     HV,
     K_ROW,
     V_ROW,
+    DIM: tl.constexpr,
     L2NORM: tl.constexpr,
 ):
     """One program per (checkpoint, state head, block of V rows), in place."""
@@ -105,8 +105,8 @@ def finish(tiles: Tiles, table: WorkTable, sinks: Sinks, part: Part | None = Non
     """
     if table.host is None or not table.host.checkpoints_inside_chunks:
         return
-    inputs, num_heads = tiles.inputs, tiles.inputs.num_state_heads
-    _finish_kernel[(table.num_checkpoints * num_heads * (128 // BLOCK.value),)](
+    inputs, num_heads, dim = tiles.inputs, tiles.inputs.num_state_heads, tiles.inputs.k.shape[2]
+    _finish_kernel[(table.num_checkpoints * num_heads * (dim // BLOCK.value),)](
         inputs.k,
         inputs.v,
         tiles.solve,
@@ -128,6 +128,7 @@ def finish(tiles: Tiles, table: WorkTable, sinks: Sinks, part: Part | None = Non
         inputs.k.shape[1],
         inputs.v.shape[1],
         *heads_in_rows(inputs.k, inputs.v),
+        DIM=dim,
         L2NORM=inputs.use_qk_l2norm,
         num_warps=4,
     )

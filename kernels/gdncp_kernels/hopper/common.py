@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 CHUNK = 64
-DIM = 128  # K and V
 LOG2E = gl.constexpr(1.4426950408889634)
 L2NORM_EPS = gl.constexpr(1e-6)
 
@@ -32,6 +31,18 @@ _Memory = gl.shared_memory_descriptor
 reinterpret = _Memory.reinterpret if hasattr(_Memory, "reinterpret") else _Memory._reinterpret
 
 
+@gluon.constexpr_function
+def state_layout(DIM):
+    """Of a warpgroup's rows of the state [64, DIM]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+
+
+@gluon.constexpr_function
+def rows_layout(DIM, num_warps):
+    """Of rows of DIM 16-bit elements: 16 bytes a thread, whole rows in a warp."""
+    return gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [num_warps, 1], [1, 0])
+
+
 @gluon.jit
 def add(x, y):
     return x + y
@@ -44,7 +55,7 @@ def larger(x, y):
 
 @gluon.jit
 def zero_tail(tile, rows, LAYOUT: gl.constexpr):
-    """Zero the rows of a tile [64, 128] from `rows` on: they are a neighbour's, and may be NaN."""
+    """Zero the rows of a tile [64, DIM] from `rows` on: they are a neighbour's, and may be NaN."""
     for u in gl.static_range(4):
         position = 16 * u + gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
         block = tile.slice(16 * u, 16)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from gdncp.work import WorkTable
     from gdncp_kernels.hopper.tiles import Tiles
 
-DIM = tl.constexpr(128)
 L2NORM_EPS = tl.constexpr(1e-6)
 SLACK = tl.constexpr(1e-4)  # of fp32 sums, roots and exponentials, with room
 AT_ONCE = tl.constexpr(128)
@@ -43,6 +42,7 @@ def _reach_kernel(
     HK,
     HV,
     V_ROW,
+    DIM: tl.constexpr,
     L2NORM: tl.constexpr,
     SLICES: tl.constexpr,
 ):
@@ -92,6 +92,7 @@ def _dropped_kernel(
     dropped,
     H,
     map_dump,
+    DIM: tl.constexpr,
 ):
     """One program per (map, state head): sums the chunks that were left out, walking backwards 128 at a time."""
     head = tl.program_id(0) % H
@@ -149,6 +150,7 @@ def fill_dropped(tiles: Tiles, table: WorkTable, entry_states: torch.Tensor, map
             inputs.k.shape[1],
             inputs.v.shape[1],
             *heads_in_rows(inputs.v),
+            DIM=inputs.k.shape[2],
             L2NORM=inputs.use_qk_l2norm,
             SLICES=SLICES,
             num_warps=4,
@@ -167,5 +169,6 @@ def fill_dropped(tiles: Tiles, table: WorkTable, entry_states: torch.Tensor, map
             maps.tensor("dropped"),
             num_heads,
             dump_row,
+            DIM=inputs.k.shape[2],
             num_warps=1,
         )

@@ -1,18 +1,18 @@
-"""The warps of the recurrent kernel: two state warpgroups, a score warpgroup and a loader warp, joined by mbarriers.
+"""The warps of the recurrent kernel: state warpgroups, a score warpgroup and a loader warp, joined by mbarriers.
 
-A CTA moves one state S [128 rows, 128 keys] through the chunks of a CP chunk.  What it does with it is its `kind`:
+A CTA moves one state S [DIM rows, DIM keys] through the chunks of a CP chunk.  What it does with it is its `kind`:
 
     OUTPUTS (stage 4)       o and state checkpoints, from an entry state
     LOCAL_STATE (stage 2)   N, from zero or the initial state
     TRANSITION (stage 2)    M, from the identity, with values 0
 
-The state warpgroups hold 64 rows each in wgmma accumulators and work on transposes, tokens along the columns:
+The DIM / 64 state warpgroups hold 64 rows each in wgmma accumulators and work on transposes, tokens along the columns:
 
     U = S Kᵀ    W = (V − U diag(from_start)) diag(β)    N = W Tᵀ    S ← total S + N diag(to_end) K
     out = scale S Qᵀ diag(from_start) + N Pᵀ              P_ij = scale decay(i, j) q_i·k_j for j <= i
 
 The score warpgroup makes P ahead of them.  Ring stage s holds chunk i = s mod STAGES: `full` says that its tiles have
-landed, `empty` that all three warpgroups are done with it, `scored` that P is there.  `clean` fires once, in a CP chunk
+landed, `empty` that all warpgroups are done with it, `scored` that P is there.  `clean` fires once, in a CP chunk
 with a tail: the score warpgroup has zeroed the rows past it, which are a neighbour's and may be NaN.
 
 What scans are slow at is not the products but the arithmetic between them.  So in stage 2 the state is not multiplied
@@ -38,6 +38,8 @@ from gdncp_kernels.hopper.common import (
     TO_END,
     barrier,
     load_tile,
+    rows_layout,
+    state_layout,
     store_tile,
     zero_tail,
 )
@@ -45,17 +47,12 @@ from gdncp_kernels.hopper.ring import LOCAL_STATE, OUTPUTS, TRANSITION
 
 M64 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 A64 = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2))
-A128 = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]), 2))
 C64 = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])))
 M32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 C32 = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])))
 R32 = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])))
-C128 = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])))
-R128 = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])))
-ROWS_OF_A_GROUP = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 OUT_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
-TILE_BYTES = gl.constexpr(64 * 128 * 2)
 SOLVE_AND_GATE_BYTES = gl.constexpr(64 * 64 * 2 + 4 * 64 * 4)
 KEY_BYTES = gl.constexpr(64 * 4)
 TOKENS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -68,9 +65,11 @@ def load_partition(ring, item, maps, entry, key_entry, HQ, HK, HV):
     q_map, k_map, v_map, solve_map, gates_map, keys_map = maps
     H = item.H
     kind = item.kind
-    q_column = item.head * HQ // H * 128
-    k_column = item.head * HK // H * 128
-    v_column = item.head * HV // H * 128
+    DIM: gl.constexpr = ring.keys.shape[2]
+    tile: gl.constexpr = 64 * DIM * 2
+    q_column = item.head * HQ // H * DIM
+    k_column = item.head * HK // H * DIM
+    v_column = item.head * HV // H * DIM
     for i in range(item.num_chunks):
         s = i % ring.STAGES
         at = item.token + i * 64
@@ -78,9 +77,9 @@ def load_partition(ring, item, maps, entry, key_entry, HQ, HK, HV):
         mbarrier.wait(ring.empty.index(s), ((i // ring.STAGES) & 1) ^ 1)
         bar = ring.full.index(s)
         small: gl.constexpr = SOLVE_AND_GATE_BYTES if keys_map is None else SOLVE_AND_GATE_BYTES + KEY_BYTES
-        mbarrier.expect(bar, 3 * TILE_BYTES + small, pred=kind == OUTPUTS)
-        mbarrier.expect(bar, 2 * TILE_BYTES + small, pred=kind == LOCAL_STATE)
-        mbarrier.expect(bar, 1 * TILE_BYTES + small, pred=kind == TRANSITION)
+        mbarrier.expect(bar, 3 * tile + small, pred=kind == OUTPUTS)
+        mbarrier.expect(bar, 2 * tile + small, pred=kind == LOCAL_STATE)
+        mbarrier.expect(bar, 1 * tile + small, pred=kind == TRANSITION)
         load_tile(k_map, [at, k_column], bar, ring.keys.index(s))
         if q_map is not None:
             load_tile(q_map, [at, q_column], bar, ring.queries.index(s), pred=kind == OUTPUTS)
@@ -123,11 +122,12 @@ def _factors(ring, s, gamma):
 @gluon.jit
 def _query_scale(query, gate, out, from_entry, scale):
     """out [64] = scale · the L2 norm's factor of each query row; from_entry [64]: times the decay since the entry."""
+    LAYOUT: gl.constexpr = rows_layout(query.shape[1], 4)
     for u in gl.static_range(4):
-        x = query.slice(16 * u, 16).load(ROWS_OF_A_GROUP).to(gl.float32)
+        x = query.slice(16 * u, 16).load(LAYOUT).to(gl.float32)
         factor = scale / gl.sqrt(gl.sum(x * x, 1) + L2NORM_EPS)
         out.slice(16 * u, 16).store(factor)
-        log_decay = gate.slice(LOG_DECAY * 64 + 16 * u, 16).load(gl.SliceLayout(1, ROWS_OF_A_GROUP))
+        log_decay = gate.slice(LOG_DECAY * 64 + 16 * u, 16).load(gl.SliceLayout(1, LAYOUT))
         from_entry.slice(16 * u, 16).store(factor * gl.exp2(log_decay))
 
 
@@ -137,13 +137,14 @@ def score_partition(ring, item, WITH_MAPS: gl.constexpr, WITH_OUTPUTS: gl.conste
 
     They need no barrier of its own against being overwritten: `full` follows `empty` of the chunk that used it.
     """
+    rows: gl.constexpr = rows_layout(ring.keys.shape[2], 4)
     gamma = gl.to_tensor(1.0)
     for i in range(item.num_chunks):
         s = i % ring.STAGES
         mbarrier.wait(ring.full.index(s), (i // ring.STAGES) & 1)
         if (item.tail_rows > 0) & (i == item.num_chunks - 1):
-            zero_tail(ring.keys.index(s), item.tail_rows, ROWS_OF_A_GROUP)
-            zero_tail(ring.values.index(s), item.tail_rows, ROWS_OF_A_GROUP)
+            zero_tail(ring.keys.index(s), item.tail_rows, rows)
+            zero_tail(ring.values.index(s), item.tail_rows, rows)
             fence_async_shared()
             barrier()
             mbarrier.arrive(ring.clean, count=1)
@@ -192,6 +193,7 @@ def score_partition(ring, item, WITH_MAPS: gl.constexpr, WITH_OUTPUTS: gl.conste
 def _scan(S, ring, item, SLAB: gl.constexpr, WITH_VALUES: gl.constexpr):
     """The state after all chunks, nothing else."""
     dtype: gl.constexpr = ring.keys.dtype
+    STATE: gl.constexpr = state_layout(ring.keys.shape[2])
     zeros = gl.zeros([64, 64], gl.float32, M64)
     gamma = gl.to_tensor(1.0)
     for i in range(item.num_chunks):
@@ -213,13 +215,13 @@ def _scan(S, ring, item, SLAB: gl.constexpr, WITH_VALUES: gl.constexpr):
             w = (U * -(from_start * beta)[None, :]).to(dtype)
         w = gl.convert_layout(w, A64)
         pending_n = warpgroup_mma(w, ring.solves.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        multiply = _scalar(ring.carry.index(s), 0, C128)
+        multiply = _scalar(ring.carry.index(s), 0, gl.SliceLayout(0, STATE))
         if multiply != 1.0:
             S = S * multiply
-        gamma = _scalar(ring.carry.index(s), 1, C128)
+        gamma = _scalar(ring.carry.index(s), 1, gl.SliceLayout(0, STATE))
         to_end = ring.factors.index(2 * s + 1).load(C64)
         N = warpgroup_mma_wait(num_outstanding=0, deps=(pending_n,))
-        n16 = gl.convert_layout((N * to_end[None, :]).to(dtype), A128)
+        n16 = gl.convert_layout((N * to_end[None, :]).to(dtype), gl.DotOperandLayout(0, STATE, 2))
         pending_s = warpgroup_mma(n16, k, S, is_async=True)
         S = warpgroup_mma_wait(num_outstanding=0, deps=(pending_s,))
         mbarrier.arrive(ring.empty.index(s), count=1)
@@ -241,33 +243,39 @@ def _quarters(x):
 
 
 @gluon.jit
-def _store_columns(x, at):
+def _store_columns(x, at, DIM: gl.constexpr):
     layout: gl.constexpr = x.type.layout
     row = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-    gl.store(at + row * 128 + column, x)
+    gl.store(at + row * DIM + column, x)
 
 
 @gluon.jit
-def _store_quarter(x, at):
+def _store_32_columns(x, at, DIM: gl.constexpr):
     a, b, c, d = _quarters(x)
-    _store_columns(a, at)
-    _store_columns(b, at + 8)
-    _store_columns(c, at + 16)
-    _store_columns(d, at + 24)
+    _store_columns(a, at, DIM)
+    _store_columns(b, at + 8, DIM)
+    _store_columns(c, at + 16, DIM)
+    _store_columns(d, at + 24, DIM)
 
 
 @gluon.jit
 def _store_state(S, at):
-    """Store S [64, 128], fp32, 8 columns at a time: the addresses differ by constants from one that all threads share.
+    """Store S [64, DIM], fp32, 8 columns at a time: the addresses differ by constants from one that all threads share.
 
-    Stored whole, each of 16 groups of columns gets an offset of its own, and those stay in registers through the loop.
+    Stored whole, each group of 8 columns gets an offset of its own, and those stay in registers through the loop.
     """
-    a, b, c, d = _quarters(S)
-    _store_quarter(a, at)
-    _store_quarter(b, at + 32)
-    _store_quarter(c, at + 64)
-    _store_quarter(d, at + 96)
+    DIM: gl.constexpr = S.shape[1]
+    if DIM == 128:
+        a, b, c, d = _quarters(S)
+        _store_32_columns(a, at, DIM)
+        _store_32_columns(b, at + 32, DIM)
+        _store_32_columns(c, at + 64, DIM)
+        _store_32_columns(d, at + 96, DIM)
+    else:
+        a, b = _halve(S)
+        _store_32_columns(a, at, DIM)
+        _store_32_columns(b, at + 32, DIM)
 
 
 @gluon.jit
@@ -280,10 +288,11 @@ def _position(checkpoints, number):
 def _store_checkpoints(S, checkpoints, item, SLAB: gl.constexpr, number, position, chunks_done):
     """Store S where a checkpoint stands in the chunk that follows: right there if on its first token, else the state
     from which `checkpoints.finish` reaches it.  Returns the next one's number and position."""
+    DIM: gl.constexpr = S.shape[1]
     while position // 64 == chunks_done:
         row = gl.load(checkpoints.rows + number)
         if row != checkpoints.dump:
-            _store_state(S, checkpoints.at + (row * item.H + item.head) * 16384 + SLAB * 8192)
+            _store_state(S, checkpoints.at + (row * item.H + item.head) * (DIM * DIM) + SLAB * (64 * DIM))
         number += 1
         position = _position(checkpoints, number)
     return number, position
@@ -292,6 +301,8 @@ def _store_checkpoints(S, checkpoints, item, SLAB: gl.constexpr, number, positio
 @gluon.jit
 def _prefill(S, ring, item, checkpoints, output_map, output, output_row, SLAB: gl.constexpr):
     """Outputs of all chunks, checkpoints, and the state after them."""
+    DIM: gl.constexpr = ring.keys.shape[2]
+    STATE: gl.constexpr = state_layout(DIM)
     dtype: gl.constexpr = ring.keys.dtype
     zeros = gl.zeros([64, 64], gl.float32, M64)
     if checkpoints.at is not None:
@@ -313,7 +324,7 @@ def _prefill(S, ring, item, checkpoints, output_map, output, output_row, SLAB: g
         w = (v.to(gl.float32) - U * from_start[None, :]) * _gate(gate, BETA, C64)[None, :]
         w = gl.convert_layout(w.to(dtype), A64)
         pending_n = warpgroup_mma(w, ring.solves.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        S = S * gl.exp2(gate.slice(LOG_DECAY * 64 + 63, 1).load(C128))[None, :]
+        S = S * gl.exp2(gate.slice(LOG_DECAY * 64 + 63, 1).load(gl.SliceLayout(0, STATE)))[None, :]
         if ring.L2NORM:
             mbarrier.wait(ring.scored.index(s), (i // ring.STAGES) & 1)
             from_entry = ring.query_scales.index(2 * s + 1).load(C64)
@@ -323,7 +334,7 @@ def _prefill(S, ring, item, checkpoints, output_map, output, output_row, SLAB: g
         out = out * from_entry[None, :]
         to_end = _gate(gate, TO_END, C64)
         N = warpgroup_mma_wait(num_outstanding=0, deps=(pending_n,))
-        n16 = gl.convert_layout((N * to_end[None, :]).to(dtype), A128)
+        n16 = gl.convert_layout((N * to_end[None, :]).to(dtype), gl.DotOperandLayout(0, STATE, 2))
         pending_s = warpgroup_mma(n16, k, S, is_async=True)
         mbarrier.wait(ring.scored.index(s), (i // ring.STAGES) & 1)
         n16 = gl.convert_layout(N.to(dtype), A64)
@@ -340,20 +351,17 @@ def _prefill(S, ring, item, checkpoints, output_map, output, output_row, SLAB: g
         if (item.tail_rows == 0) | (i < item.num_chunks - 1):
             fence_async_shared()
             barrier()
-            store_tile(output_map, [at, item.head * 128 + SLAB * 64], stage)
+            store_tile(output_map, [at, item.head * DIM + SLAB * 64], stage)
         else:
             barrier()
             row = gl.arange(0, 16, layout=gl.SliceLayout(1, OUT_ROWS))[:, None]
-            if output_row is None:
-                heads = item.H
-            else:
-                heads = output_row
-            offset = row * (heads * 128) + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT_ROWS))[None, :]
-            base = output + (at.to(gl.int64) * heads + item.head) * 128 + SLAB * 64
+            heads = item.H if output_row is None else output_row
+            offset = row * (heads * DIM) + gl.arange(0, 64, layout=gl.SliceLayout(0, OUT_ROWS))[None, :]
+            base = output + (at.to(gl.int64) * heads + item.head) * DIM + SLAB * 64
             for u in gl.static_range(4):
                 x = stage.slice(16 * u, 16).load(OUT_ROWS)
                 gl.store(base + offset, x, mask=row < item.tail_rows - 16 * u)
-                base += heads * 2048
+                base += heads * (16 * DIM)
         if checkpoints.at is not None:
             number, position = _store_checkpoints(S, checkpoints, item, SLAB, number, position, i + 1)
     tma.store_wait(pendings=0)
@@ -374,11 +382,13 @@ def state_partition(
     WITH_OUTPUTS: gl.constexpr,
 ):
     """State rows SLAB · 64 ... + 63, from where `states` says to where it says."""
-    row = (SLAB * 64 + gl.arange(0, 64, layout=R128))[:, None]
-    column = gl.arange(0, 128, layout=C128)[None, :]
-    offset = row * 128 + column
+    DIM: gl.constexpr = ring.keys.shape[2]
+    STATE: gl.constexpr = state_layout(DIM)
+    row = (SLAB * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STATE)))[:, None]
+    column = gl.arange(0, DIM, layout=gl.SliceLayout(0, STATE))[None, :]
+    offset = row * DIM + column
     S = gl.where(row == column, states.diagonal, 0.0)
-    S = S + gl.load(states.entry + offset, mask=offset < states.from_entry * 16384, other=0.0)
+    S = S + gl.load(states.entry + offset, mask=offset < states.from_entry * (DIM * DIM), other=0.0)
     if WITH_OUTPUTS:
         if item.kind == OUTPUTS:
             S = _prefill(S, ring, item, checkpoints, output_map, output, output_row, SLAB)
@@ -388,4 +398,4 @@ def state_partition(
         if item.kind == TRANSITION:
             S = _scan(S, ring, item, SLAB, False)
     if states.leaves != 0:
-        _store_state(S, states.exit + SLAB * 8192)
+        _store_state(S, states.exit + SLAB * (64 * DIM))

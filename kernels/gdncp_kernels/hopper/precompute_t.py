@@ -37,6 +37,7 @@ from gdncp_kernels.hopper.common import (
     barrier,
     load_tile,
     reinterpret,
+    rows_layout,
     store_tile,
     zero_tail,
 )
@@ -55,7 +56,6 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1,
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]), 2))
 ROW = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])))
 COL = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])))
-ROWS_OF_A_WARP = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0]))
 TOKENS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
 
 
@@ -103,7 +103,7 @@ def _times_transposed(a, b, acc):
 
 @gluon.jit
 def _key_products(keys, i: gl.constexpr, j: gl.constexpr):
-    """K_i K_jᵀ of 16-row blocks of the tile [64, 128] -> fp32 [16, 16]."""
+    """K_i K_jᵀ of 16-row blocks of the tile [64, DIM] -> fp32 [16, 16]."""
     a = keys.slice(16 * i, 16).load(LEFT)
     b = keys.slice(16 * j, 16).permute((1, 0)).load(RIGHT)
     return mma_v2(a, b, gl.zeros([16, 16], gl.float32, MMA))
@@ -185,16 +185,22 @@ def precompute_t_kernel(
     if rows <= 0:
         return
     dtype: gl.constexpr = k_map.dtype
+    DIM: gl.constexpr = k_map.block_shape[1]
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    keys = gl.allocate_shared_memory(dtype, [64, 128], tile)
+    if DIM == 128:  # T is staged where the keys were: when the first is made they are used up
+        keys = gl.allocate_shared_memory(dtype, [64, 128], tile)
+        staged = reinterpret(keys, dtype, [2, 64, 64], tile)
+    else:
+        staged = gl.allocate_shared_memory(dtype, [2, 64, 64], tile)
+        keys = staged.index(0)
     g = gl.allocate_shared_memory(gl.float32, [64], plain)
     w = gl.allocate_shared_memory(gl.float32, [64], plain)  # what A's rows are weighed by: beta, times the key's norm
     norm = gl.allocate_shared_memory(gl.float32, [64], plain)
     arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(arrived, count=1)
-    mbarrier.expect(arrived, 64 * 128 * 2)
-    load_tile(k_map, [token.to(gl.int32), key_head * 128], arrived, keys)
+    mbarrier.expect(arrived, 64 * DIM * 2)
+    load_tile(k_map, [token.to(gl.int32), key_head * DIM], arrived, keys)
 
     group = H // HK
     first_head = key_head * group
@@ -208,7 +214,7 @@ def precompute_t_kernel(
     zeros = gl.zeros([16, 16], gl.float32, MMA)
     mbarrier.wait(arrived, 0)
     if rows < 64:  # what follows the item is a neighbour's, and may be NaN
-        zero_tail(keys, rows, ROWS_OF_A_WARP)
+        zero_tail(keys, rows, rows_layout(DIM, 1))
     k00 = _key_products(keys, 0, 0)
     k10 = _key_products(keys, 1, 0)
     k11 = _key_products(keys, 1, 1)
@@ -233,7 +239,6 @@ def precompute_t_kernel(
         norm.store(key)
     gl.store(key_out + gl.program_id(0).to(gl.int64) * 64 + i64, key)
     barrier()
-    staged = reinterpret(keys, dtype, [2, 64, 64], tile)  # the keys are used up: their memory stages T
     zeros16 = gl.zeros([16, 16], dtype, MMA)
     for u in gl.static_range(2):
         half = staged.index(u)
@@ -263,7 +268,7 @@ def precompute_t_kernel(
         gl.store(out + FROM_START * 64, from_start)
         gl.store(out + TO_END * 64, to_end)
         gl.store(out + BETA * 64, b)
-        # a_t = α_t max(1, |1 − β_t ‖k_t‖²|), rounded up: 128 fp32 additions made ‖k‖², log2 is off by 2e-7
+        # a_t = α_t max(1, |1 − β_t ‖k_t‖²|), rounded up: 128 fp32 additions at most made ‖k‖², log2 is off by 2e-7
         along = b * square
         stretch = gl.abs(1.0 - along) + 2e-5 * gl.abs(along)
         stretch_log = gl.sum(gl.where(stretch > 1.0, gl.log2(stretch) + 5e-7, 0.0), 0)

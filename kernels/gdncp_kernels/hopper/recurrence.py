@@ -11,9 +11,14 @@ from gdncp_kernels.hopper.common import add, reinterpret
 from gdncp_kernels.hopper.partitions import load_partition, score_partition, state_partition
 from gdncp_kernels.hopper.ring import LOCAL_STATE, OUTPUTS, TRANSITION, Checkpoints, Item, Ring, States
 
-# Ring stages, and registers of a state and of a score thread: 2 · 208 + 72 + 24 <= 512.  With fewer than 208 for the
-# state ptxas waits for every wgmma before it issues the next.
-STAGES, STATE_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS = 3, 208, 72, 24
+# By head dim: ring stages, and registers of a state, a score and a load thread.  One CTA of 128 fills an SM, 2 · 208 +
+# 72 + 24 <= 512; with fewer than 208 for the state ptxas waits for every wgmma before it issues the next.  Of 64 an SM
+# has room for two, in registers, 2 · (160 + 56 + 24) <= 512, and in shared memory, 2 · 94 KiB.
+RESOURCES = {
+    128: {"STAGES": 3, "STATE_REGISTERS": 208, "SCORE_REGISTERS": 72, "LOAD_REGISTERS": 24},
+    64: {"STAGES": 2, "STATE_REGISTERS": 160, "SCORE_REGISTERS": 56, "LOAD_REGISTERS": 24},
+}
+REGISTER_CAPS: dict[int, dict[str, int]] = {128: {}, 64: {"maxnreg": 80}}  # a thread at launch; else all of the SM's
 GROWTH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
@@ -130,6 +135,8 @@ def recurrence_kernel(
     known before the exchange (`early`), or is not.  `output_row`: heads from one token's output to the next one's, H
     where not given.
     """
+    DIM: gl.constexpr = k_map.block_shape[1]
+    SLABS: gl.constexpr = DIM // 64
     head = gl.program_id(0) % H
     unit = gl.program_id(0) // H
     diagonal = gl.to_tensor(0.0)
@@ -152,7 +159,7 @@ def recurrence_kernel(
     tail_rows = tokens % 64
     entry_row = gl.load(item_row + item)
     has_entry = (entry_row >= 0).to(gl.int32)
-    entry_at = entry_states + (gl.maximum(entry_row, 0) * H + head) * 16384
+    entry_at = entry_states + (gl.maximum(entry_row, 0) * H + head) * (DIM * DIM)
     if WITH_MAPS:
         row = gl.load(map_row + map_)
         leaves = (row != map_dump).to(gl.int32)
@@ -167,10 +174,10 @@ def recurrence_kernel(
                 gl.store(scanned + at, tokens - start * 64)
                 gl.store(dropped + at, 0.0)
             gl.store(start_chunk + map_ * H + head, gl.where(leaves != 0, start, 0))
-        exit_at = local_state + (row * H + head) * 16384
+        exit_at = local_state + (row * H + head) * (DIM * DIM)
         from_entry = has_entry * is_first * (start == 0).to(gl.int32)
         if kind == TRANSITION:  # of a first CP chunk, or one that forgets all of its entry state: zero
-            exit_at = transition + (row * H + head) * 16384
+            exit_at = transition + (row * H + head) * (DIM * DIM)
             from_entry = 0
             vanishes = (is_first != 0) | forgets
             start = gl.where(vanishes, num_chunks, 0)
@@ -178,7 +185,7 @@ def recurrence_kernel(
         skipped = gl.where(leaves != 0, start, num_chunks)
     else:
         row = gl.load(final_row + item)
-        exit_at = final_states + (row * H + head) * 16384
+        exit_at = final_states + (row * H + head) * (DIM * DIM)
         from_entry = has_entry
         leaves = (row != final_dump).to(gl.int32)
         skipped = gl.to_tensor(0)
@@ -204,8 +211,8 @@ def recurrence_kernel(
     flat: gl.constexpr = gl.NVMMASharedLayout(0, 32)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     signal: gl.constexpr = mbarrier.MBarrierLayout()
-    keys = gl.allocate_shared_memory(dtype, [STAGES, 64, 128], tile)
-    values = gl.allocate_shared_memory(dtype, [STAGES, 64, 128], tile)
+    keys = gl.allocate_shared_memory(dtype, [STAGES, 64, DIM], tile)
+    values = gl.allocate_shared_memory(dtype, [STAGES, 64, DIM], tile)
     solves = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], tile)
     gate_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 256], flat)
     gates = reinterpret(gate_tiles, gl.float32, [STAGES, 256], plain)
@@ -216,9 +223,9 @@ def recurrence_kernel(
         key_tiles = gate_tiles
         key_scales = gates
     if WITH_OUTPUTS:
-        queries = gl.allocate_shared_memory(dtype, [STAGES, 64, 128], tile)
+        queries = gl.allocate_shared_memory(dtype, [STAGES, 64, DIM], tile)
         scores = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], tile)
-        staged = gl.allocate_shared_memory(dtype, [2, 64, 64], tile)
+        staged = gl.allocate_shared_memory(dtype, [SLABS, 64, 64], tile)
         query_scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], plain)
     else:
         queries = keys
@@ -237,7 +244,7 @@ def recurrence_kernel(
     clean = gl.allocate_shared_memory(gl.int64, [1], signal)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=3)
+        mbarrier.init(empty.index(s), count=SLABS + 1)
         mbarrier.init(scored.index(s), count=1)
     mbarrier.init(clean, count=1)
 
@@ -273,19 +280,33 @@ def recurrence_kernel(
     entry = (chunk * H + head).to(gl.int32)
     key_entry = (chunk * HK + head * HK // H).to(gl.int32)
     maps = (q_map, k_map, v_map, solve_map, gates_map, keys_map)
-    gl.warp_specialize(
-        [
-            (
-                state_partition,
-                (ring, scanned_item, states, inner, output_map, output, output_row, 0, WITH_MAPS, WITH_OUTPUTS),
-            ),
-            (
-                state_partition,
-                (ring, scanned_item, states, inner, output_map, output, output_row, 1, WITH_MAPS, WITH_OUTPUTS),
-            ),
-            (score_partition, (ring, scanned_item, WITH_MAPS, WITH_OUTPUTS)),
-            (load_partition, (ring, scanned_item, maps, entry, key_entry, HQ, HK, HV)),
-        ],
-        [4, 4, 1],
-        [STATE_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS],
-    )
+    if SLABS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    state_partition,
+                    (ring, scanned_item, states, inner, output_map, output, output_row, 0, WITH_MAPS, WITH_OUTPUTS),
+                ),
+                (
+                    state_partition,
+                    (ring, scanned_item, states, inner, output_map, output, output_row, 1, WITH_MAPS, WITH_OUTPUTS),
+                ),
+                (score_partition, (ring, scanned_item, WITH_MAPS, WITH_OUTPUTS)),
+                (load_partition, (ring, scanned_item, maps, entry, key_entry, HQ, HK, HV)),
+            ],
+            [4, 4, 1],
+            [STATE_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    state_partition,
+                    (ring, scanned_item, states, inner, output_map, output, output_row, 0, WITH_MAPS, WITH_OUTPUTS),
+                ),
+                (score_partition, (ring, scanned_item, WITH_MAPS, WITH_OUTPUTS)),
+                (load_partition, (ring, scanned_item, maps, entry, key_entry, HQ, HK, HV)),
+            ],
+            [4, 1],
+            [SCORE_REGISTERS, LOAD_REGISTERS],  # STATE_REGISTERS is what is left
+        )

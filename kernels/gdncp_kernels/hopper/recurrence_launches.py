@@ -11,13 +11,7 @@ import torch
 from gdncp_kernels.hopper import checkpoints as inner_checkpoints
 from gdncp_kernels.hopper import forgetting, tensor_maps
 from gdncp_kernels.hopper.launch import Launch, Launcher, Launches, Number, Pointer
-from gdncp_kernels.hopper.recurrence import (
-    LOAD_REGISTERS,
-    SCORE_REGISTERS,
-    STAGES,
-    STATE_REGISTERS,
-    recurrence_kernel,
-)
+from gdncp_kernels.hopper.recurrence import REGISTER_CAPS, RESOURCES, recurrence_kernel
 from gdncp_kernels.hopper.tiles import tiles_of
 
 if TYPE_CHECKING:
@@ -26,7 +20,7 @@ if TYPE_CHECKING:
     from gdncp.work import WorkTable
     from gdncp_kernels.hopper.tiles import Tiles
 
-_launcher = Launcher(recurrence_kernel, num_warps=4)
+_launchers = {dim: Launcher(recurrence_kernel, num_warps=4, **cap) for dim, cap in REGISTER_CAPS.items()}
 _CHANGING = (
     *("q", "k", "v", "output", "tiles", "entry_states", "checkpoints", "final_states", "maps"),  # addresses
     *("scale", "log2_forget_below", "map_dump", "final_dump", "checkpoint_dump"),
@@ -94,7 +88,7 @@ def prepare_mn(
 ) -> Launch:
     """The launch of stage 2; with `output`, of that shape, strides and dtype, also stage 4 of the items in `opens`."""
     arguments = {**_everywhere(inputs, table), **_outputs(inputs, table, output, has_checkpoints)}
-    return _prepare(table.num_maps * 2 * inputs.num_state_heads, arguments | _maps(inputs, table, maps))
+    return _prepare(inputs, table.num_maps * 2, arguments | _maps(inputs, table, maps))
 
 
 def prepare_cp_prefill(
@@ -115,7 +109,7 @@ def prepare_cp_prefill(
         "opens": table.opens.view(torch.uint8) if opened else None,
         **_part(table, part),
     }
-    return _prepare(table.num_items * inputs.num_state_heads, arguments)
+    return _prepare(inputs, table.num_items, arguments)
 
 
 def _kind_of(part: Part | None) -> tuple[Any, ...] | None:
@@ -139,11 +133,12 @@ def _has_checkpoints(table: WorkTable, sinks: Sinks | None) -> bool:
     return sinks is not None and sinks.checkpoints is not None and table.num_checkpoints > 0
 
 
-def _prepare(num_programs: int, arguments: dict[str, Any]) -> Launch:
-    """Arguments that are not given are None; those that say what a launch does follow from them."""
+def _prepare(inputs: TokenInputs, num_units: int, arguments: dict[str, Any]) -> Launch:
+    """A program per unit and head.  Arguments that are not given are None; those that say what a launch does follow."""
     arguments["WITH_MAPS"] = "map_item" in arguments
     arguments["WITH_OUTPUTS"] = "output" in arguments
-    return _launcher.prepare(num_programs, dict.fromkeys(recurrence_kernel.arg_names) | arguments)
+    launcher, num_programs = _launchers[inputs.k.shape[2]], num_units * inputs.num_state_heads
+    return launcher.prepare(num_programs, dict.fromkeys(recurrence_kernel.arg_names) | arguments)
 
 
 def _enqueue(
@@ -211,10 +206,7 @@ def _everywhere(inputs: TokenInputs, table: WorkTable) -> dict[str, Any]:
         "HK": inputs.k.shape[1],
         "HV": inputs.v.shape[1],
         "L2NORM": inputs.use_qk_l2norm,
-        "STAGES": STAGES,
-        "STATE_REGISTERS": STATE_REGISTERS,
-        "SCORE_REGISTERS": SCORE_REGISTERS,
-        "LOAD_REGISTERS": LOAD_REGISTERS,
+        **RESOURCES[inputs.k.shape[2]],
     }
 
 

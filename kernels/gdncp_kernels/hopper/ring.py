@@ -20,9 +20,9 @@ _Optional = gl.tensor | gl.constexpr  # a pointer, or None
 class Ring:
     """Shared memory, by stage; what a launch does without stands for something else, and is not used."""
 
-    queries: _Memory  # [STAGES, 64, 128]
-    keys: _Memory  # [STAGES, 64, 128]
-    values: _Memory  # [STAGES, 64, 128]
+    queries: _Memory  # [STAGES, 64, DIM]
+    keys: _Memory  # [STAGES, 64, DIM]
+    values: _Memory  # [STAGES, 64, DIM]
     solves: _Memory  # [STAGES, 64, 64]
     gates: _Memory  # [STAGES, NUM_GATES · 64] fp32
     key_scales: _Memory  # [STAGES, 64] fp32, with L2 norm
@@ -32,7 +32,7 @@ class Ring:
     query_scales: _Memory  # [2 · STAGES, 64] fp32, with L2 norm: see `_query_scale`
     factors: _Memory  # [2 · STAGES, 64] fp32: a scan's from_start and to_end, see `_factors`
     carry: _Memory  # [STAGES, 2] fp32
-    staged: _Memory  # [2, 64, 64]: outputs on their way
+    staged: _Memory  # [DIM / 64, 64, 64]: outputs on their way
     full: _Memory
     empty: _Memory
     scored: _Memory
@@ -112,7 +112,7 @@ class Item:
 
 @aggregate
 class States:
-    """Where the state comes from and goes to; pointers to fp32 [128, 128]."""
+    """Where the state comes from and goes to; pointers to fp32 [DIM, DIM]."""
 
     entry: gl.tensor
     exit: gl.tensor
@@ -133,7 +133,7 @@ class States:
 class Checkpoints:
     """The item's are number `first` up to `stop` of `tokens` and `rows`, see `WorkTable`."""
 
-    at: _Optional  # [rows, H, 128, 128] fp32; None: the call has none
+    at: _Optional  # [rows, H, DIM, DIM] fp32; None: the call has none
     tokens: _Optional
     rows: _Optional
     dump: _Optional

@@ -2,8 +2,8 @@
 
 fp32 operands in halves that tensor cores take (tf32), three products for one, and one order of summation whatever else
 is in the call: a fixup may cut V at multiples of 16 rows, and fold maps one at a time or many in one launch, for the
-same bits.  A step of a run costs about what its 64 KiB transition takes from L2: transitions travel ahead of the fold
-by TMA, the state stays in shared memory, and each warp makes 16 columns of the next one.
+same bits.  A step of a run costs about what its transition (64 KiB for K = 128) takes from L2: transitions travel ahead
+of the fold by TMA, the state stays in shared memory, and each warp makes an eighth of the next one's columns.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from gdncp.backends.base import AffineMaps, FoldRuns
     from gdncp.scratch import ScratchLayout
 
-DIM = 128
 BLOCK_ROWS = 16
 WARPS = 8
-SMS = 132  # one program each: its ring fills an SM's shared memory
+SMS = 132  # one program each: with K = 128 its ring fills an SM's shared memory
 RING = 3  # transitions on their way or in use
 
 ACC = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 8], [16, 8]))
@@ -34,10 +33,14 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1,
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 8], [16, 8]), 1))
 ROW = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 8], [16, 8])))
 COL = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 8], [16, 8])))
-COPY = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 TRANSITION = gl.constexpr(gl.NVMMASharedLayout(128, 32))
 STATE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))  # free of bank conflicts for LEFT
-TRANSITION_BYTES = gl.constexpr(128 * 128 * 4)
+
+
+@gluon.constexpr_function
+def _copy_layout(DIM):
+    """Of a transition [DIM, DIM]: 16 bytes a thread, whole rows in a warp."""
+    return gl.BlockedLayout([1, 4], [128 // DIM, DIM // 4], [8, 1], [1, 0])
 
 
 @gluon.jit
@@ -49,10 +52,10 @@ def _halves(x):
 
 @gluon.jit
 def _fold(state, transition, local_state):
-    """[ROWS, 128] in ACC: state (shared memory) · transition (shared memory) + local_state (ACC)."""
+    """[ROWS, DIM] in ACC: state (shared memory) · transition (shared memory) + local_state (ACC)."""
     high = gl.zeros_like(local_state)
     low = gl.zeros_like(local_state)
-    for u in gl.static_range(4):
+    for u in gl.static_range(local_state.shape[1] // 32):
         a_high, a_low = _halves(state.slice(32 * u, 32, 1).load(LEFT))
         b_high, b_low = _halves(transition.slice(32 * u, 32).load(RIGHT))
         low = mma_v2(a_low, b_high, low, input_precision="tf32")
@@ -63,26 +66,37 @@ def _fold(state, transition, local_state):
 
 @gluon.jit
 def _load(transition_map, row, full, tile, wanted):
-    mbarrier.expect(full, TRANSITION_BYTES, pred=wanted)
+    mbarrier.expect(full, tile.shape[0] * tile.shape[1] * 4, pred=wanted)
     load_tile(transition_map, [row, 0], full, tile, pred=wanted)
 
 
 @gluon.jit(do_not_specialize=["state_batch", "transition_batch", "local_batch", "NUM_BLOCKS"])
-def fold_kernel(state, transition, local_state, out, state_batch, transition_batch, local_batch, NUM_BLOCKS):
-    """One program per (batch, 16 rows); pointers to fp32 [.., 128], strides of the batch in elements."""
+def fold_kernel(
+    state,
+    transition,
+    local_state,
+    out,
+    state_batch,
+    transition_batch,
+    local_batch,
+    NUM_BLOCKS,
+    DIM: gl.constexpr,
+):
+    """One program per (batch, 16 rows); pointers to fp32 [.., DIM], strides of the batch in elements."""
+    COPY: gl.constexpr = _copy_layout(DIM)
     block = gl.program_id(0) % NUM_BLOCKS
     batch = (gl.program_id(0) // NUM_BLOCKS).to(gl.int64)
     row = block * 16 + gl.arange(0, 16, layout=ROW)
-    at = row[:, None] * 128 + gl.arange(0, 128, layout=COL)[None, :]
-    tile = gl.allocate_shared_memory(gl.float32, [128, 128], TRANSITION)
-    held = gl.allocate_shared_memory(gl.float32, [16, 128], STATE)
+    at = row[:, None] * DIM + gl.arange(0, DIM, layout=COL)[None, :]
+    tile = gl.allocate_shared_memory(gl.float32, [DIM, DIM], TRANSITION)
+    held = gl.allocate_shared_memory(gl.float32, [16, DIM], STATE)
     held.store(gl.load(state + batch * state_batch + at))
-    i = gl.arange(0, 128, layout=gl.SliceLayout(1, COPY))[:, None]
-    j = gl.arange(0, 128, layout=gl.SliceLayout(0, COPY))[None, :]
-    tile.store(gl.load(transition + batch * transition_batch + i * 128 + j))
+    i = gl.arange(0, DIM, layout=gl.SliceLayout(1, COPY))[:, None]
+    j = gl.arange(0, DIM, layout=gl.SliceLayout(0, COPY))[None, :]
+    tile.store(gl.load(transition + batch * transition_batch + i * DIM + j))
     n = gl.load(local_state + batch * local_batch + at)
     barrier()
-    gl.store(out + batch * NUM_BLOCKS * 2048 + at, _fold(held, tile, n))
+    gl.store(out + batch * NUM_BLOCKS * (16 * DIM) + at, _fold(held, tile, n))
 
 
 @gluon.jit
@@ -114,18 +128,19 @@ def fold_runs_kernel(
     RING: gl.constexpr,
 ):
     """One program per (run, head, ROWS rows) of `gdncp.backends.base.FoldRuns`; a row's bits do not depend on ROWS."""
-    block = gl.program_id(0) % (128 // ROWS)
-    head = gl.program_id(0) // (128 // ROWS) % H
-    run = gl.program_id(0) // (128 // ROWS * H)
+    DIM: gl.constexpr = transition_map.block_shape[1]
+    block = gl.program_id(0) % (DIM // ROWS)
+    head = gl.program_id(0) // (DIM // ROWS) % H
+    run = gl.program_id(0) // (DIM // ROWS * H)
     steps = gl.load(num_steps + run).to(gl.int32)
     if steps > 0:
-        stride = H.to(gl.int64) * 16384
+        stride = H.to(gl.int64) * (DIM * DIM)
         row = block * ROWS + gl.arange(0, ROWS, layout=ROW)
-        at = row[:, None] * 128 + gl.arange(0, 128, layout=COL)[None, :]
+        at = row[:, None] * DIM + gl.arange(0, DIM, layout=COL)[None, :]
         first_map = gl.load(map_row + run)
-        entry = entry_states + gl.load(entry_row + run) * stride + head * 16384 + at
-        local = local_state + first_map * stride + head * 16384 + at
-        tile_row = ((first_map * H + head) * 128).to(gl.int32)
+        entry = entry_states + gl.load(entry_row + run) * stride + head * (DIM * DIM) + at
+        local = local_state + first_map * stride + head * (DIM * DIM) + at
+        tile_row = ((first_map * H + head) * DIM).to(gl.int32)
         if exits is None:
             fills = steps
             leave = None
@@ -133,11 +148,11 @@ def fold_runs_kernel(
         else:
             fills = gl.load(num_fills + run).to(gl.int32)
             leave_row = gl.load(exit_row + run)
-            leave = exits + gl.maximum(leave_row, 0) * stride + head * 16384 + at
+            leave = exits + gl.maximum(leave_row, 0) * stride + head * (DIM * DIM) + at
             last = gl.where(leave_row < 0, steps, steps - 1)
 
-        ring = gl.allocate_shared_memory(gl.float32, [RING, 128, 128], TRANSITION)
-        held = gl.allocate_shared_memory(gl.float32, [ROWS, 128], STATE)
+        ring = gl.allocate_shared_memory(gl.float32, [RING, DIM, DIM], TRANSITION)
+        held = gl.allocate_shared_memory(gl.float32, [ROWS, DIM], STATE)
         full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
         for s in gl.static_range(RING):
             mbarrier.init(full.index(s), count=1)
@@ -146,12 +161,12 @@ def fold_runs_kernel(
         begins = (how > 0).to(gl.int32)
         for s in gl.static_range(RING):
             ahead = begins + s
-            _load(transition_map, tile_row + ahead * H * 128, full.index(s), ring.index(s), ahead < steps)
+            _load(transition_map, tile_row + ahead * H * DIM, full.index(s), ring.index(s), ahead < steps)
         if begins != 0:
             S = gl.load(local)
             _put(S, 0, entry, stride, fills, leave, last)
         else:
-            S = gl.load(entry, mask=at < 16384 * (how == 0).to(gl.int32), other=0.0)  # or from zeros
+            S = gl.load(entry, mask=at < DIM * DIM * (how == 0).to(gl.int32), other=0.0)  # or from zeros
         held.store(S)
         barrier()
         for step in range(begins, steps):
@@ -162,7 +177,7 @@ def fold_runs_kernel(
             S = _fold(held, ring.index(slot), n)
             barrier()  # all have read the state and the transition
             ahead = step + RING
-            _load(transition_map, tile_row + ahead * H * 128, full.index(slot), ring.index(slot), ahead < steps)
+            _load(transition_map, tile_row + ahead * H * DIM, full.index(slot), ring.index(slot), ahead < steps)
             held.store(S)
             _put(S, step, entry, stride, fills, leave, last)
             barrier()
@@ -174,7 +189,7 @@ _CHANGING = ("maps", "entry_states", "exits")
 
 
 class StateFold:
-    """`gdncp.backends.base.Fold` and `RunFold` for K = 128."""
+    """`gdncp.backends.base.Fold` and `RunFold` for K = 64 and 128."""
 
     block_rows: int = BLOCK_ROWS
 
@@ -187,7 +202,8 @@ class StateFold:
             s, m, n = (_as_batch(x) for x in (state, transition, local_state))
             num_blocks = num_rows // self.block_rows
             with torch.cuda.device_of(out):
-                _launch(s.shape[0] * num_blocks, s, m, n, out, s.stride(0), m.stride(0), n.stride(0), num_blocks)
+                strides = (s.stride(0), m.stride(0), n.stride(0))
+                _launch(s.shape[0] * num_blocks, s, m, n, out, *strides, num_blocks, s.shape[2])
         return out
 
     def fold_runs(
@@ -196,7 +212,7 @@ class StateFold:
         if not runs.num_runs:
             return
         with torch.cuda.device_of(entry_states):
-            key = maps.scratch.layout.fields["gain"].shape  # all that maps differ in
+            key = maps.scratch.layout.fields["transition"].shape  # all that maps differ in
             launches = runs.prepared.get(key)
             if launches is None:
                 launches = runs.prepared[key] = Launches(
@@ -208,14 +224,14 @@ class StateFold:
 
 def prepare_runs(maps: ScratchLayout, runs: FoldRuns, exits: Pointer | None = None) -> Launch:
     """The launch of `fold_runs`.  exits: where they are, of runs that have some."""
-    num_maps, num_heads = maps.fields["gain"].shape
-    num_rows = runs.num_runs * num_heads * DIM
+    num_maps, num_heads, k_dim, _ = maps.fields["transition"].shape
+    num_rows = runs.num_runs * num_heads * k_dim  # of states, which are square
     # one wave where that is possible: every program reads whole transitions
     rows = BLOCK_ROWS if num_rows <= SMS * BLOCK_ROWS else 2 * BLOCK_ROWS
     return _launch_runs.prepare(
         num_rows // rows,
         {
-            "transition_map": tensor_maps.transitions("maps", num_maps * num_heads, maps.offset("transition")),
+            "transition_map": tensor_maps.transitions("maps", num_maps * num_heads, k_dim, maps.offset("transition")),
             "local_state": Pointer("maps", torch.float32, maps.offset("local_state")),
             "entry_states": Pointer("entry_states", torch.float32),
             "entry_row": runs.entry_row,
@@ -233,6 +249,6 @@ def prepare_runs(maps: ScratchLayout, runs: FoldRuns, exits: Pointer | None = No
 
 
 def _as_batch(x: torch.Tensor) -> torch.Tensor:
-    """[B, rows, 128], each matrix dense; a view where possible."""
+    """[B, rows, K], each matrix dense; a view where possible."""
     x = x.reshape(-1, *x.shape[-2:])
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

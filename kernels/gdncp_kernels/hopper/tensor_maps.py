@@ -16,7 +16,7 @@ from gdncp_kernels.hopper.launch import Tile
 SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 SWIZZLED_FP32 = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 FLAT = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-TOKEN_BOX, SQUARE_BOX, TRANSITION_BOX, GATE_BOX, KEY_BOX = (64, 128), (64, 64), (128, 128), (1, 256), (1, 64)
+SQUARE_BOX, GATE_BOX, KEY_BOX = (64, 64), (1, 256), (1, 64)
 
 
 @lru_cache(maxsize=1024)  # Triton checks a descriptor for longer than a launch takes
@@ -36,12 +36,12 @@ def _tile(
 
 
 def tokens(name: str, x: torch.Tensor) -> Tile:
-    """q, k or v [T, heads, 128] bf16 or fp16, dense tokens: one head of 64 tokens at a time."""
-    return _tile(name, x.shape[0], x.shape[1] * x.shape[2], x.dtype, TOKEN_BOX, SWIZZLED, 0, _stride(x))
+    """q, k or v [T, heads, D] bf16 or fp16, dense tokens: one head of 64 tokens at a time."""
+    return _tile(name, x.shape[0], x.shape[1] * x.shape[2], x.dtype, (64, x.shape[2]), SWIZZLED, 0, _stride(x))
 
 
 def output(name: str, x: torch.Tensor) -> Tile:
-    """The output [T, H, 128]: half a head of 64 tokens at a time."""
+    """The output [T, H, D]: 64 elements of a head of 64 tokens at a time."""
     return _tile(name, x.shape[0], x.shape[1] * x.shape[2], x.dtype, SQUARE_BOX, SWIZZLED, 0, _stride(x))
 
 
@@ -50,7 +50,7 @@ def _stride(x: torch.Tensor) -> int | None:
 
 
 def heads_in_row(x: torch.Tensor, num_heads: int) -> int | None:
-    """Of tokens [T, heads, 128] or gates [T, heads] that are some heads of a tensor's: how many that has; else None."""
+    """Of tokens [T, heads, D] or gates [T, heads] that are some heads of a tensor's: how many that has; else None."""
     heads = x.stride(0) // (x.shape[2] if x.dim() == 3 else 1)
     return None if x.shape[0] == 1 or heads == num_heads else heads
 
@@ -70,6 +70,6 @@ def keys(name: str, entries: int, offset: int) -> Tile:
     return _tile(name, entries, 64, torch.float32, KEY_BOX, FLAT, offset)
 
 
-def transitions(name: str, num_maps: int, offset: int) -> Tile:
-    """`AffineMaps.transition` [maps · H · 128, 128] fp32: one head of a map at a time; `num_maps` counts those."""
-    return _tile(name, num_maps * 128, 128, torch.float32, TRANSITION_BOX, SWIZZLED_FP32, offset)
+def transitions(name: str, num_maps: int, k_dim: int, offset: int) -> Tile:
+    """`AffineMaps.transition` [maps · H · K, K] fp32: one head of a map at a time; `num_maps` counts those."""
+    return _tile(name, num_maps * k_dim, k_dim, torch.float32, (k_dim, k_dim), SWIZZLED_FP32, offset)
