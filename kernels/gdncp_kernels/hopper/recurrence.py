@@ -12,8 +12,8 @@ from gdncp_kernels.hopper.partitions import load_partition, score_partition, sta
 from gdncp_kernels.hopper.ring import LOCAL_STATE, OUTPUTS, TRANSITION, Checkpoints, Item, Ring, States
 
 # By head dim: ring stages, and registers of a state, a score and a load thread.  One CTA of 128 fills an SM, 2 · 208 +
-# 72 + 24 <= 512; with fewer than 208 for the state ptxas waits for every wgmma before it issues the next.  Of 64 an SM
-# has room for two, in registers, 2 · (160 + 56 + 24) <= 512, and in shared memory, 2 · 94 KiB.
+# 72 + 24 <= 512.  Of 64 an SM has room for two, in registers, 2 · (160 + 56 + 24) <= 512, and in shared memory, 2 · 94
+# KiB.  With fewer than 208, or 160, for the state ptxas waits for every wgmma before it issues the next.
 RESOURCES = {
     128: {"STAGES": 3, "STATE_REGISTERS": 208, "SCORE_REGISTERS": 72, "LOAD_REGISTERS": 24},
     64: {"STAGES": 2, "STATE_REGISTERS": 160, "SCORE_REGISTERS": 56, "LOAD_REGISTERS": 24},
