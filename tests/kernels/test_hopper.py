@@ -133,7 +133,8 @@ def test_maps_and_their_bounds_are_those_of_the_torch_set(dim):
         )
         a, b = ours.maps[0], theirs.maps[0]
         assert torch.equal(a.scanned, b.scanned) and torch.equal(a.forgot, b.forgot)
-        assert_within(a.transition, b.transition, 5e-3, what="transition")  # bf16 operands
+        # bf16 operands; of fewer directions tokens contract each more often: emulated 3.1e-3 of 128, 4.9e-3 of 64
+        assert_within(a.transition, b.transition, 5e-3 * (128 / dim) ** 0.5, what="transition")
         assert_within(a.local_state, b.local_state, 5e-3, what="local state")
         for x, y in ((a.gain, b.gain), (a.dropped, b.dropped)):  # upper bounds, a little wider than float64's
             assert bool((x >= y * (1 - 1e-6)).all()) and bool((x <= y * 1.02 + 1e-37).all())
