@@ -198,6 +198,24 @@ def test_so_do_calls_that_hand_states_on(recorded, ranks, monkeypatch, rank, ini
 
 
 @pytest.mark.parametrize("machine", ["3.6"], indirect=True)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_sent_has_left_before_stage_4_takes_the_sms(recorded, ranks, monkeypatch, rank):
+    ranks(rank)
+    words = {"cp_chunk_len": 128, "fixup": "chain", "finish": "entry_first"}
+    plan, order, enqueue = gdncp.plan_prefill([1000], world_size=2, **words, **HEADS), [], Launches.__call__
+
+    def note(launches, *changing):
+        order.append([x._launcher.kernel.__name__ for x in launches._launches])
+        enqueue(launches, *changing)
+
+    monkeypatch.setattr(Launches, "__call__", note)
+    monkeypatch.setattr(Wire, "finish", lambda wire: order.append("all has left"))
+    tokens = random_tokens(plan.num_tokens(rank), heads=(1, 1, H), dim=D, dtype=torch.bfloat16)
+    recorded(lambda: gdncp.prefill(plan, **tokens, backend="hopper"), tokens)
+    assert order[-2] == "all has left" and "recurrence_kernel" in order[-1] and len(order) == 3
+
+
+@pytest.mark.parametrize("machine", ["3.6"], indirect=True)
 def test_a_rank_without_messages_connects_with_the_others(recorded, ranks, monkeypatch):
     """NCCL connects in a call of all ranks: those that exchange states would wait for it."""
     ranks(2, world_size=3)

@@ -131,8 +131,9 @@ class Whole:
             launches(*changing)
             outgoing, landing = ([(peer, states[place]) for peer, place in given] for given in (sends, receives))
             wire.exchange(outgoing, landing).wait()
-        last(*changing)
+        # for what was sent, too: the programs of stage 4, once they have the SMs, let NCCL's wait until they end
         wire.finish()
+        last(*changing)
         return stats_of(wire, "chain")
 
 
