@@ -216,14 +216,20 @@ def plan_prefill(
     if opens is not None:
         return finished(chosen(opens))
     plan = chosen(True)
-    if profile.opens and not require_reproducible and _may_not_open(lengths, world_size, head_half_lives):
+    if profile.opens and not require_reproducible and _may_not_open(lengths, world_size, ownership, head_half_lives):
         # where every head forgets at once, as in a fresh layer, an opening rank keeps the others waiting longest
         fresh = [] if len(gates) == 1 else [choose.fresh_half_lives(max(heads))]
         plan = choose.choose_plan(plan, chosen(False), [*gates, *fresh])
     return finished(plan)
 
 
-def _may_not_open(lengths: Sequence[int], world_size: int, head_half_lives: Sequence[float] | None) -> bool:
+_MANY = 256  # sequences of a zigzag plan, of more of which two whole plans take long to predict
+
+
+def _may_not_open(
+    lengths: Sequence[int], world_size: int, ownership: object, head_half_lives: Sequence[float] | None
+) -> bool:
     """Whether it can be better not to open sequences: where the host knows that gates forget, or where the rank that
-    holds a sequence's start keeps the others waiting.  Of many sequences, every rank opens some."""
-    return any(lengths) and (head_half_lives is not None or 1 < world_size > len(lengths) / 2)
+    holds a sequence's start keeps the others waiting.  Of many sequences every rank opens some, but for zigzag."""
+    few = world_size > len(lengths) / 2 or (ownership == "zigzag" and len(lengths) <= _MANY)
+    return any(lengths) and (head_half_lives is not None or (world_size > 1 and few))

@@ -15,10 +15,10 @@ H200 = PROFILES["h200"]
 
 # µs, 32 heads, one map a rank; tests/simulate holds the same costs against events
 TABLE = {
-    2: {"chain": 27, "all_gather": 26, "head_sharded": 50, "tree": 26},
-    8: {"chain": 129, "all_gather": 111, "head_sharded": 66, "tree": 99},
-    64: {"chain": 1347, "all_gather": 1516, "head_sharded": 561, "tree": 658},
-    1024: {"chain": 22232, "all_gather": 24336, "head_sharded": 9363, "tree": 1056},
+    2: {"chain": 36, "all_gather": 34, "head_sharded": 66, "tree": 34},
+    8: {"chain": 141, "all_gather": 124, "head_sharded": 82, "tree": 111},
+    64: {"chain": 1404, "all_gather": 1573, "head_sharded": 570, "tree": 675},
+    1024: {"chain": 23052, "all_gather": 25156, "head_sharded": 9265, "tree": 1079},
 }
 
 
