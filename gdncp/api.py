@@ -155,7 +155,8 @@ def _from_arguments(name: str, run: Callable[[Call], R], bound: Callable[P, Call
             _agree(call, call.plan, group)
         elif call.group is not None:
             assert call.plan is not None
-            collectives.compare_digest_once(call.plan, call.group)
+            final_state = "all" if call.states.share else "owner"
+            collectives.compare_digest_once(call.plan, call.group, backend=call.backend.name, final_state=final_state)
         return run(call)
 
     public.__name__ = public.__qualname__ = name

@@ -151,7 +151,7 @@ def chunk_gated_delta_rule(
             )
         if world_size > 1:
             assert group is not None
-            collectives.compare_digest_once(plan, group)
+            collectives.compare_digest_once(plan, group, backend=kind.backend.name)
         layout = layout_of_plan(plan, rank, q.device)
 
     if output_final_state and output_state is None:

@@ -111,7 +111,7 @@ class EntryStates:
     summary: Summary
     stats: collectives.FixupStats
     maps: AffineMaps | None = None  # as the exchange saw them, where stage 4 is in two parts
-    exchange: torch.cuda.Stream | None = None  # where the exchange is under way; None: it is over for this stream
+    exchange: torch.cuda.Stream | None = None  # where the exchange is under way; None: on the stream of the call
     composed: AffineMaps | None = None  # with spans; kept, as the exchange under way may not have read them yet
 
     @property
@@ -126,7 +126,6 @@ class EntryStates:
         """Make the current stream wait for the exchange."""
         if self.exchange is not None:
             torch.cuda.current_stream(self.exchange.device).wait_stream(self.exchange)
-            self.exchange = None
 
 
 @dataclass(eq=False)

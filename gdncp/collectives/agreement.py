@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +23,7 @@ _LAUNCH_TABLE = "GDNCP_LAUNCH_TABLE"  # block sizes decide about bits
 
 # Both die with the group they are keyed on, so a group made later, with the same ranks, starts afresh.
 _side_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
 
 
 def agree(group: dist.ProcessGroup | None, payload: T) -> list[T]:
@@ -74,10 +74,10 @@ def agree_or_raise(
         _require_same(name, values, no_say=None)
 
 
-def compare_digest_once(plan: PrefillPlan, group: dist.ProcessGroup | None = None) -> None:
+def compare_digest_once(plan: PrefillPlan, group: dist.ProcessGroup | None = None, **facts: Hashable) -> None:
     """Raise ValueError on every rank unless all have this plan, and launch kernels by one table.  All ranks call it.
 
-    Asks once per plan and group.
+    Asks once per plan, group and facts: what else of the calls must be the same, since it decides what is exchanged.
 
     Ranks that later mix up plans that they agreed on before are not found here; `agree_or_raise` in every call does.
     Does nothing for a plan of one rank without a group, and nothing while a CUDA graph is captured: call it (or run
@@ -87,12 +87,13 @@ def compare_digest_once(plan: PrefillPlan, group: dist.ProcessGroup | None = Non
         return
     group = world_group(group)
     agreed = _agreed.setdefault(group, set())
-    if plan.digest not in agreed:
+    key = (plan.digest, *facts.items())
+    if key not in agreed:
         size = dist.get_world_size(group)
         fits = size == plan.world_size
         error = None if fits else f"group has {size} ranks; the plan was made for world_size={plan.world_size}"
-        agree_or_raise(group, error, plan.digest, {})
-        agreed.add(plan.digest)
+        agree_or_raise(group, error, plan.digest, facts)
+        agreed.add(key)
 
 
 @cache

@@ -182,11 +182,13 @@ def plan_prefill(
         # of many sequences a rank few are in the exchange; and on one worker nothing runs beside it
         if profile.workers == 1 or world_size <= len(lengths) / 2:
             return plan
-        plan = choose.choose_plan(plan, late, gates)
+        if choose.leaves_workers(late):
+            plan = choose.choose_plan(plan, late, gates)
         if is_free:
             for length in choose.finer(late):  # less waits for the exchange
                 late = on_grid(layout.Grid(length, length), None, plan.opens)
-                plan = choose.choose_plan(plan, replace(late, finish="entry_late"), gates)
+                if choose.leaves_workers(late):
+                    plan = choose.choose_plan(plan, replace(late, finish="entry_late"), gates)
         return plan
 
     if cp_chunk_len is not None:

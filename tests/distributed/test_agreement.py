@@ -142,3 +142,18 @@ def _agree_on_the_side(rank: int) -> int:
 
 def test_a_side_group_is_made_once_where_the_group_speaks_no_gloo():
     assert run_ranks(_agree_on_the_side, 4) == [0, 1, 0, 1]
+
+
+def _call_kernel_sets(rank: int) -> str:
+    plan = make_plan([1003], 2)
+    compare_digest_once(plan)
+    compare_digest_once(plan, backend="torch", final_state="all")
+    with pytest.raises(ValueError) as error:
+        compare_digest_once(plan, backend="hopper" if rank else "triton", final_state="all")
+    return str(error.value)
+
+
+def test_so_is_what_decides_what_is_exchanged():
+    """Kernel sets differ in what a chain sends: ranks that chose different ones would wait for each other."""
+    for said in run_ranks(_call_kernel_sets, 2):
+        assert said.startswith("ranks differ in backend: 'triton' on rank 0; 'hopper' on rank 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,6 +14,7 @@ import gdncp
 from gdncp import collectives, layout
 from gdncp.backends import torch_backend
 from gdncp.backends.base import Part
+from gdncp.plan import PROFILES
 from tests.conftest import SAME_BITS_TARGETS
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_same_bits import (
@@ -242,14 +244,17 @@ def test_the_plan_says_how_it_finishes():
 
 
 def test_auto_takes_it_where_the_exchange_hides():
-    layer = {"num_q_heads": 16, "num_k_heads": 16, "num_v_heads": 32, "profile": "h200", "world_size": 8}
+    layer = {"num_q_heads": 16, "num_k_heads": 16, "num_v_heads": 32, "world_size": 8}
+    h200 = PROFILES["h200"]
 
     def total(plan: gdncp.PrefillPlan) -> float:
         return max(map(sum, zip(*plan.predicted.values(), strict=True)))
 
-    for half_lives, expected in (([2.0] * 32, "entry_late"), ([1e9] * 32, "entry_first"), (None, "entry_first")):
-        choices = {"head_half_lives": half_lives, **layer}
-        plan = gdncp.plan_prefill([1 << 19], **choices)
+    # programs of stage 4 on all SMs would keep the exchange waiting
+    for workers, expected in ((2 * h200.workers, "entry_late"), (h200.workers, "entry_first")):
+        choices = {"head_half_lives": [2.0] * 32, "profile": replace(h200, workers=workers), **layer}
+        plan = gdncp.plan_prefill([1 << 17], **choices)
         assert plan.finish == expected
-        assert total(plan) <= total(gdncp.plan_prefill([1 << 19], finish="entry_first", **choices))
-    assert gdncp.plan_prefill([1000] * 99, **layer).finish == "entry_first"
+        assert total(plan) <= total(gdncp.plan_prefill([1 << 17], finish="entry_first", **choices))
+    assert gdncp.plan_prefill([1 << 17], profile="h200", **layer).finish == "entry_first"
+    assert gdncp.plan_prefill([1000] * 99, profile="h200", **layer).finish == "entry_first"

@@ -163,7 +163,7 @@ def ranks(monkeypatch):
     send = Wire.exchange
     monkeypatch.setattr(Wire, "exchange", exchange)
     monkeypatch.setattr("gdncp.collectives.wire.backend_of", lambda group, device_type: "fake")
-    monkeypatch.setattr("gdncp.collectives.compare_digest_once", lambda plan, group: None)
+    monkeypatch.setattr("gdncp.collectives.compare_digest_once", lambda plan, group, **facts: None)
     yield join
     dist.destroy_process_group()
 
