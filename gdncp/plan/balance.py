@@ -19,11 +19,11 @@ from gdncp.plan.stage_model import Kind, StageModel, kinds_of_run
 
 FEW = 16  # sequences: so many are costed by the schedule of their units, more by the sums of their work
 _NEAR = 0.015  # of a rank's share: a cut so far from a sequence's end moves there
-_MOVES = 64  # of cuts, at most, in search of something better
+_MOVES = 16  # of cuts, at most, in search of something better
 _GAIN = 1e-3  # what a move has to gain
 _EVEN = 0.005  # of the mean rank's time, that the slowest one may take longer without a search for something better
 _MOST_REFINED = 16  # ranks
-_MOST_TRIED = 1000  # ways to cut: where there are no more, all are tried
+_MOST_TRIED = 300  # ways to cut: where there are no more, all are tried
 
 Cuts = list[int]  # world size + 1 bounds in packed tokens
 
@@ -66,11 +66,7 @@ class Balance:
         found = [self._snapped(_NEAR), whole, self._equal()]
         best = min(found, key=self._order)
         if self._exact and refined and self._world_size <= _MOST_REFINED and not self._even(best):
-            better = self._all() or [
-                *(self._improved([*cuts], 0.0) for cuts in dict.fromkeys(map(tuple, found))),
-                self._improved(whole, math.inf),
-            ]
-            best = min([best, *better], key=self._order)
+            best = min([best, *(self._all() or [self._improved(best, 0.0)])], key=self._order)
         # ranks without tokens come last: those that exchange states are near each other
         filled = list(dict.fromkeys(best))
         return filled + [best[-1]] * (len(best) - len(filled))

@@ -267,7 +267,7 @@ class _Search:
         self.longest = max(seq_lens)
         self.share = self.seq_starts[-1] / world_size  # tokens of a rank
         self.groups = _groups(seq_lens)
-        self.few = world_size > 1 and ownership == "contiguous" and len(seq_lens) <= FEW
+        self.few = world_size > 1 and ownership == "contiguous" and len(seq_lens) * world_size <= FEW
         self._shapes: dict[layout.Grid, _Shape] = {}
 
     def candidates(self, lanes: int) -> set[int]:
