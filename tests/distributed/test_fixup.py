@@ -77,9 +77,10 @@ def fix_all(rank: int, world_size: int, device: str = "cpu") -> None:
             problem = make_problem(make_plan(seq_lens, world_size, ownership), device)
             for strategy in STRATEGIES:
                 for min_block_bytes in (1, 1 << 20) if strategy == "chain" else (1,):  # three blocks, and one
-                    chain.MIN_BLOCK_BYTES = min_block_bytes
                     try:
-                        _fix(rank, make_plan(seq_lens, world_size, ownership, strategy), problem=problem)
+                        with pytest.MonkeyPatch.context() as patch:  # these processes serve other tests too
+                            patch.setattr(chain, "MIN_BLOCK_BYTES", min_block_bytes)
+                            _fix(rank, make_plan(seq_lens, world_size, ownership, strategy), problem=problem)
                     except Exception as error:
                         raise AssertionError(f"{strategy}, {seq_lens}, {ownership}") from error
             if device == "cpu":  # states travel whole where the fold takes runs
@@ -95,8 +96,9 @@ def test_entry_states_have_the_bits_of_one_left_fold(world_size):
 
 
 def _stats(rank: int, plan: PrefillPlan) -> FixupStats:
-    chain.MIN_BLOCK_BYTES = 1
-    return _fix(rank, plan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chain, "MIN_BLOCK_BYTES", 1)
+        return _fix(rank, plan)
 
 
 STATE_BYTES = HEADS * V_DIM * K_DIM * 4
