@@ -83,8 +83,8 @@ def chunk_gated_delta_rule(
             `_cp_chunk_len` or `use_cp=False` that they do not honour is refused.
         group: ranks.  Token tensors and checkpoint rows are this rank's (in the order of `plan.token_ranges(rank)`),
             `cu_seqlens`, `checkpoint_cu_starts` and `initial_state` are global; final states are written by the rank
-            where a sequence ends.  Without `plan` it equals `plan_prefill(seq_lens, world_size=W, ...)` with
-            `profile="h200"`, on a CPU "cpu": who holds which tokens depends on it.
+            where a sequence ends.  Without `plan` it equals `plan_prefill(seq_lens, world_size=W, ...)` with the
+            profile that it takes by itself, on any device: who holds which tokens depends on it.
         precision, forget_below: see `gdncp.summarise`.
 
     Returns:
