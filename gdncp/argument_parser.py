@@ -38,6 +38,16 @@ def as_options(message: str, heads: str) -> str:
     )
 
 
+def write_file(path: Path, text: str, option: str) -> None:
+    """The file that an option names.  Raises ValueError, naming the option, where it cannot be written."""
+    from gdncp import store  # imports torch
+
+    try:
+        store.write_text(path, text)
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error}") from None
+
+
 def output_files(args: argparse.Namespace, options: Sequence[str]) -> dict[str, Path]:
     """Option -> the file that it names, of those that were given.
 

@@ -22,8 +22,7 @@ def _appears_whole(path: Path, *, exclusive: bool = False) -> Iterator[Path]:
     what is there and is no file (a device, a pipe, a directory) is left alone, and OSError raised.
     """
     path = path.resolve()
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EEXIST, "what is there is not a regular file", str(path))
+    check_place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.touch()
@@ -52,6 +51,16 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_place(path: Path) -> None:
+    """Raise OSError where no file can come to lie: what is there is none, or a folder above it is a file."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "what is there is not a regular file", str(path))
+    above = next(folder for folder in path.parents if folder.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "a folder above it is a file", str(above))
 
 
 def write_text(path: Path, text: str, *, exclusive: bool = False) -> None:

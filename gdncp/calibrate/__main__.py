@@ -124,6 +124,10 @@ def _prepare(args: argparse.Namespace, device: torch.device) -> tuple[CostProfil
     kind = device.type
     if args.out.suffix != ".json":
         raise ValueError(f"--out must be a .json file, got {args.out}")
+    try:
+        store.check_place(args.out)  # measuring takes a while
+    except OSError as error:
+        raise ValueError(f"--out {args.out}: {error}") from None
     for option in ("head_dim", "tokens", "repeats"):
         value = getattr(args, option)
         if value is not None and value < 1:

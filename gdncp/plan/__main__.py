@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gdncp.argument_parser import Parser, as_options, output_files
+from gdncp.argument_parser import Parser, as_options, output_files, write_file
 from gdncp.plan import PROFILES, PrefillPlan, find_profile, plan_prefill, terminal
 from gdncp.plan.svg import svg
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files = output_files(args, ("--svg", "--json"))
         plan = _plan(args)
         for option, path in files.items():
-            _write(path, {"--svg": svg, "--json": _document}[option](plan), option)
+            write_file(path, {"--svg": svg, "--json": _document}[option](plan), option)
     except ValueError as error:
         p.error(as_options(str(error), args.heads))
     console = Console(highlight=False)
@@ -178,15 +178,6 @@ def _document(plan: PrefillPlan) -> str:
     ]
     document = {"plan": describe_plan(plan), "predicted": dict(plan.predicted), "ranks": ranks}
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
-
-
-def _write(path: Path, text: str, option: str) -> None:
-    from gdncp import store  # imports torch
-
-    try:
-        store.write_text(path, text)
-    except OSError as error:
-        raise ValueError(f"{option} {path}: {error}") from None
 
 
 if __name__ == "__main__":

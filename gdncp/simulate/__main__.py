@@ -17,14 +17,12 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from gdncp import store
-from gdncp.argument_parser import Parser, as_options, output_files
+from gdncp.argument_parser import Parser, as_options, output_files, write_file
 from gdncp.plan import LINKS, PROFILES, PrefillPlan, find_profile, plan_prefill
 from gdncp.plan.checks import FIXUPS, OWNERSHIPS, word
 from gdncp.simulate import report, tables
@@ -75,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files = output_files(args, ("--json", "--plot"))
         cases = Cases(args).simulate()
         for option, path in files.items():
-            _write(path, {"--json": report.document, "--plot": report.plot}[option](cases), option)
+            write_file(path, {"--json": report.document, "--plot": report.plot}[option](cases), option)
     except ValueError as error:
         p.error(as_options(str(error), args.heads))
     console.print(report.table(cases))
@@ -252,13 +250,6 @@ def check(console: Console) -> int:
         f"peers: {len(rows)} times, the worst off by {worst:.1%}, {len(missed)} by more than {ALLOWED_ERROR:.0%}"
     )
     return int(bool(missed))
-
-
-def _write(path: Path, text: str, option: str) -> None:
-    try:
-        store.write_text(path, text)
-    except OSError as error:
-        raise ValueError(f"{option} {path}: {error}") from None
 
 
 if __name__ == "__main__":

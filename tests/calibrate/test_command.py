@@ -44,6 +44,7 @@ def test_a_cpu_is_measured_and_the_profile_is_read_by_name_s_readers(
     ("arguments", "message"),
     [
         ("--out x.txt", "--out must be a .json file"),
+        (f"--out {__file__}/x.json", f"--out {__file__}/x.json: "),
         ("--out x.json --heads 16", "--heads must be QK/V"),
         ("--out x.json --heads 16/8", "--heads must be QK/V"),
         ("--out x.json --tokens 0", "--tokens must be a positive int"),
@@ -51,7 +52,10 @@ def test_a_cpu_is_measured_and_the_profile_is_read_by_name_s_readers(
         ("--out x.json --backend fast", "backend must be one of"),
     ],
 )
-def test_refusals(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gdncp.calibrate.stages.Bench", None)  # before anything is measured
     assert main([*arguments.split(), "--device", "cpu"]) == 2
     assert message in capsys.readouterr().err
 
