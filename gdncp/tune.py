@@ -36,6 +36,8 @@ from gdncp.api import prefill
 from gdncp.backends import get_backend
 from gdncp.backends.base import TokenInputs
 from gdncp.bench.timing import Clock, clock_of
+from gdncp.plan.choose import balanced
+from gdncp.work import CHUNK
 from gdncp_kernels import launch_table
 from gdncp_kernels.compile_report import DIMS, INPUTS, SHARED_KIB, Variants, compile_variants
 from gdncp_kernels.launch_table import SCANS, LaunchTable, Row
@@ -148,7 +150,10 @@ class Bench:
         inputs = make(num_tokens, heads)
         assert inputs.gate is not None
         inputs = replace(inputs, gate=torch.zeros_like(inputs.gate))  # so that scans read every token
-        self._calls = stage_calls(get_backend("triton"), inputs, plan_of(inputs), FORGET_BELOW)
+        plan = plan_of(inputs)
+        if plan.num_cp_chunks == 1:  # of which stage 2 launches nothing
+            plan = plan_of(inputs, cp_chunk_len=balanced(num_tokens))
+        self._calls = stage_calls(get_backend("triton"), inputs, plan, FORGET_BELOW)
 
     def wrong(self, row: Row) -> str | None:
         """Why a row may not be used; None if it is right."""
@@ -175,7 +180,10 @@ class Bench:
 
 
 def kernel_ms(name: str, call: Callable[[], Any], clock: Clock) -> float:
-    """ms on the device of the launches of this kernel in a call; where there is no device, of the whole call."""
+    """ms on the device of the launches of this kernel in a call; where there is no device, of the whole call.
+
+    Raises RuntimeError where the call launches no such kernel: no time is not a short one.
+    """
     if not clock.host_matters:
         return clock.times([call], 1)[0]
     marks: list[torch.cuda.Event] = []
@@ -196,6 +204,8 @@ def kernel_ms(name: str, call: Callable[[], Any], clock: Clock) -> float:
         for hook in hooks:
             hook.remove(mark)
     clock.synchronize()
+    if not marks:
+        raise RuntimeError(f"{name} was not launched by the call that it is timed in")
     return sum(start.elapsed_time(stop) for start, stop in zip(marks[::2], marks[1::2], strict=True))
 
 
@@ -306,6 +316,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p.error("--out FILE is needed (or --dry-run)")
     if not torch.cuda.is_available():
         p.error("measuring needs an NVIDIA GPU, and torch sees none; --dry-run lists the candidates without one")
+    if args.tokens <= CHUNK:
+        p.error(f"--tokens must be more than {CHUNK}, so that there are CP chunks to fold, got {args.tokens}")
     arch = launch_table.current_arch()
     if arch not in SHARED_KIB:
         p.error(f"sm_{arch} is not known; known are {', '.join(f'sm_{a}' for a in SHARED_KIB)}")

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from triton import knobs
+from triton.runtime.interpreter import GridExecutor
 
 from gdncp import tune
 from gdncp_kernels import launch_table
@@ -22,6 +23,13 @@ def test_dry_run_lists_candidates_of_every_kernel_without_a_gpu(capsys, monkeypa
     for kernel in KERNELS:
         assert f"{kernel} 128x" in out
     assert "4 warps, block 32, slice 64" in out and "cut 128x64 tf32: 3 candidates" in out
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit) as stopped:
+        tune.main(["--out", "x.json", "--tokens", "64"])
+    assert stopped.value.code == 2 and "--tokens must be more than 64" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments, said", [(["--out", "x.json"], "torch sees none"), ([], "--out FILE is needed")])
@@ -143,11 +151,26 @@ def test_a_kernel_is_timed_by_itself(monkeypatch):
     gpu = MadeUpGpu()
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
     launches = [("chunk_bounds_kernel", 1.0), ("cut_kernel", 0.25), ("scan_kernel", 8.0), ("cut_kernel", 0.5)]
-    for kernel, ms in (("cut_kernel", 0.75), ("scan_kernel", 8.0), ("fold_kernel", 0.0)):
+    for kernel, ms in (("cut_kernel", 0.75), ("scan_kernel", 8.0)):
         assert tune.kernel_ms(kernel, lambda: [gpu.launch(*x) for x in launches], gpu) == ms
+    with pytest.raises(RuntimeError, match="fold_kernel was not launched"):
+        tune.kernel_ms("fold_kernel", lambda: gpu.launch("cut_kernel", 1.0), gpu)
     with pytest.raises(ZeroDivisionError):
         tune.kernel_ms("cut_kernel", lambda: 1 / 0, gpu)
     assert not knobs.runtime.launch_enter_hook.calls and not knobs.runtime.launch_exit_hook.calls
+
+
+def test_every_kernel_is_launched_in_the_call_that_it_is_timed_in(monkeypatch):
+    """Also those of stage 2, in a sequence that the planner leaves whole."""
+    if not HAS_CUDA:  # launches of the interpreter tell nobody
+        gpu = MadeUpGpu()
+        monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+        monkeypatch.setattr(tune, "clock_of", lambda _: gpu)
+        monkeypatch.setattr(GridExecutor, "__call__", lambda self, *_, **__: gpu.launch(self.fn.__name__, 1.0))
+    bench = tune.Bench(TABLE, SCAN, 130, (1, 1), torch.device(DEVICE))
+    for kernel in KERNELS:
+        v_dim = 16 if kernel == "fold" else 32
+        assert bench.times(kernel, [tune.current(TABLE, tune.Problem(kernel, "ieee", 16, v_dim))])[0] > 0, kernel
 
 
 def test_rows_run_and_wrong_ones_are_seen(monkeypatch):
