@@ -8,7 +8,7 @@ Candidates are compiled first, in parallel; those that the compile report would 
 torch backend's, or that do not launch get no time.  The table holds what was measured, before the rows of the table in
 use, and is complete after each pair of head dims.  To use it, set GDNCP_LAUNCH_TABLE to its path on every rank, or put
 it into gdncp_kernels/launch_tables/.  Exit codes: 0 it was written, 1 nothing could be measured, 2 the command line is
-wrong or there is no GPU.
+wrong, or there is no GPU or no Triton.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from gdncp.backends.triton_version import need_triton
+
+if __name__ == "__main__":
+    need_triton("python -m gdncp.tune")
+
 import triton
 from triton import knobs
 

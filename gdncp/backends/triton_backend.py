@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gdncp.backends.base import AffineMaps, Fold, Part, Precision, Sinks, TokenInputs
-from gdncp.backends.triton_version import triton_rejection_reason
+from gdncp.backends.triton_version import MIN_TRITON, triton_rejection_reason
 from gdncp.work import WorkTable
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 MIN_CAPABILITY = (8, 0)
-MIN_TRITON = (3, 4)
 
 
 class TritonBackend:

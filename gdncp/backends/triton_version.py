@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from functools import cache
 from importlib.metadata import version
+
+MIN_TRITON = (3, 4)  # what the plain kernels need
 
 
 @cache  # reading a package's version takes longer than launching the kernels
@@ -17,3 +20,10 @@ def triton_rejection_reason(minimum: tuple[int, int], module: str = "triton") ->
         part = "" if module == "triton" else f" with {module}"
         return f"triton is {version('triton')}; {minimum[0]}.{minimum[1]} or newer{part} is needed."
     return None
+
+
+def need_triton(prog: str, minimum: tuple[int, int] = MIN_TRITON) -> None:
+    """For a command that imports it at once: ends the program with one line and exit code 2 where it cannot."""
+    if (reason := triton_rejection_reason(minimum)) is not None:
+        print(f"{prog}: error: {reason}  pip install 'gdncp[triton]'", file=sys.stderr)
+        sys.exit(2)
