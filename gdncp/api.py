@@ -183,8 +183,9 @@ def fixup(summary: Summary) -> EntryStates:
     """Stage 3: the state that enters each CP chunk, by the plan's fixup.  A collective: every rank calls it.
 
     Nothing is sent where no sequence crosses ranks.  Raises RuntimeError, naming stage and strategy, if a peer fails.
-    On CUDA and with `entry_late` the exchange is under way on a stream of its own when this returns: `finish` must
-    follow, which joins it.
+    On CUDA and with `entry_late` the exchange is under way on a stream of its own when this returns.  `finish` joins
+    it, and must follow where a CUDA graph is captured; entry states that are dropped instead keep their memory from
+    others until the exchange has passed.
     """
     return stages.fixup(summary)
 

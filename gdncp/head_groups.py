@@ -15,6 +15,7 @@ from gdncp import stages
 from gdncp.collectives import FixupStats
 from gdncp.stage_timer import StageTimer
 from gdncp.stages import Call, PrefillResult
+from gdncp.streams import lane_stream
 
 
 def run_groups(call: Call) -> PrefillResult:
@@ -24,7 +25,7 @@ def run_groups(call: Call) -> PrefillResult:
     calls = [_of_heads(call, lane, *heads) for lane, heads in enumerate(call.plan.head_groups)]
     streams = []  # the first group is on the current one
     if device.type == "cuda":
-        streams = [stages.lane_stream(device, group.lane) for group in calls[1:]]
+        streams = [lane_stream(device, group.lane) for group in calls[1:]]
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream(device))
 

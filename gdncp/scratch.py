@@ -52,3 +52,7 @@ class Scratch:
         shape, dtype, offset = self.layout.fields[name]
         memory = self._memory[offset : offset + math.prod(shape) * dtype.itemsize]
         return memory.view(dtype).view(shape)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """As of a tensor: once freed, the memory goes to nobody before this stream has done what it has to by then."""
+        self._memory.record_stream(stream)

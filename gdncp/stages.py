@@ -21,6 +21,7 @@ from gdncp.layout import Layout, fold_on_device
 from gdncp.plan import PrefillPlan
 from gdncp.plan.cost import STAGES as STAGES
 from gdncp.stage_timer import StageTimer
+from gdncp.streams import exchange_stream, lane_stream
 from gdncp.work import WorkTable
 
 FinalState = Literal["owner", "all"]
@@ -113,6 +114,10 @@ class EntryStates:
     maps: AffineMaps | None = None  # as the exchange saw them, where stage 4 is in two parts
     exchange: torch.cuda.Stream | None = None  # where the exchange is under way; None: on the stream of the call
     composed: AffineMaps | None = None  # with spans; kept, as the exchange under way may not have read them yet
+    joined: bool = False  # the stream that this was made on waits for the exchange
+
+    def __post_init__(self) -> None:
+        self._home = None if self.exchange is None else torch.cuda.current_stream(self.exchange.device)
 
     @property
     def states(self) -> torch.Tensor:
@@ -125,7 +130,20 @@ class EntryStates:
     def wait(self) -> None:
         """Make the current stream wait for the exchange."""
         if self.exchange is not None:
-            torch.cuda.current_stream(self.exchange.device).wait_stream(self.exchange)
+            stream = torch.cuda.current_stream(self.exchange.device)
+            stream.wait_stream(self.exchange)
+            self.joined = self.joined or stream == self._home
+
+    def __del__(self) -> None:
+        """Dropped while the exchange is under way: what it uses goes to nobody before it has passed.
+
+        Not said of every exchange: memory that may be on two streams comes back late, and `finish` joins them.
+        """
+        if self.exchange is not None and not self.joined:
+            self.summary.entry_states.record_stream(self.exchange)
+            for maps in (self.maps, self.composed):
+                if maps is not None:
+                    maps.scratch.record_stream(self.exchange)
 
 
 @dataclass(eq=False)
@@ -276,14 +294,15 @@ def fixup(summary: Summary) -> EntryStates:
             composed = collectives.compose(plan, call.rank, maps, call.backend.fold)
         device, stream = call.inputs.q.device, None
         if plan.finish == "entry_late" and device.type == "cuda":
-            stream = _exchange_stream(device, call.lane)
+            stream = exchange_stream(device, call.lane)
             stream.wait_stream(torch.cuda.current_stream(device))
+        entry = EntryStates(summary, collectives.LOCAL, maps, stream, composed)  # now: the exchange may break off
         with nullcontext() if stream is None else torch.cuda.stream(stream):  # first, so that peers need not wait
             arguments = (plan, call.rank, maps, summary.entry_states, call.backend.fold)
-            stats = collectives.state_fixup(*arguments, call.group, composed)
+            entry.stats = collectives.state_fixup(*arguments, call.group, composed)
         if plan.finish == "entry_late":
             _fold_here(summary, composed)
-    return EntryStates(summary, stats, maps, stream, composed)
+    return entry
 
 
 def _fold_here(summary: Summary, composed: AffineMaps | None = None) -> None:
@@ -298,16 +317,6 @@ def _fold_here(summary: Summary, composed: AffineMaps | None = None) -> None:
         fold_on_device(call.layout, maps, summary.entry_states, fold)
     else:
         collectives.fold_here(call.plan, call.rank, maps, summary.entry_states, fold, composed)
-
-
-_EXCHANGE_STREAMS: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
-
-
-def _exchange_stream(device: torch.device, lane: int) -> torch.cuda.Stream:
-    """Of high priority: what an exchange waits for, and folds, must not queue behind the programs of stage 4."""
-    if (device, lane) not in _EXCHANGE_STREAMS:
-        _EXCHANGE_STREAMS[device, lane] = torch.cuda.Stream(device, priority=-1)
-    return _EXCHANGE_STREAMS[device, lane]
 
 
 @without_gradients
@@ -338,10 +347,12 @@ def finish(entry: EntryStates) -> PrefillResult:
     with call.timer.stage("cp_prefill"):
         if layout.has_early:
             stage_4(early=True)
-        if layout.has_late:
-            with _behind_exchange(entry):
-                stage_4(early=False)
-        entry.wait()
+        try:
+            if layout.has_late:
+                with _behind_exchange(entry):
+                    stage_4(early=False)
+        finally:  # also of what broke off: its memory is used there
+            entry.wait()
     if sinks.output is not call.output:
         call.output.copy_(sinks.output)
     if sinks.checkpoints is not None and sinks.checkpoints is not call.checkpoints:
@@ -369,9 +380,6 @@ def _behind_exchange(entry: EntryStates) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-_LANE_STREAMS: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
-
-
 def _on_lanes(call: Call, run: Callable[[int, WorkTable], Any]) -> tuple[Any, ...]:
     """`run` for every lane: on CUDA lane 0 on the current stream and the others beside it, joined before return."""
     tables, device = call.tables, call.inputs.q.device
@@ -391,9 +399,3 @@ def _on_lanes(call: Call, run: Callable[[int, WorkTable], Any]) -> tuple[Any, ..
     for lane in range(1, len(tables)):
         current.wait_stream(lane_stream(device, lane))
     return tuple(results)
-
-
-def lane_stream(device: torch.device, lane: int) -> torch.cuda.Stream:
-    if (device, lane) not in _LANE_STREAMS:
-        _LANE_STREAMS[device, lane] = torch.cuda.Stream(device)
-    return _LANE_STREAMS[device, lane]

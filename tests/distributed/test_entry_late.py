@@ -6,6 +6,7 @@ import weakref
 from dataclasses import replace
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 import gdncp
 from gdncp import collectives, layout
 from gdncp.backends import torch_backend
-from gdncp.backends.base import Part
+from gdncp.backends.base import AffineMaps, Part
 from gdncp.plan import PROFILES
 from tests.conftest import SAME_BITS_TARGETS
 from tests.distributed.ranks import run_ranks
@@ -222,6 +223,56 @@ def _composed_lives(rank: int) -> bool:
 def test_composed_maps_live_while_the_exchange_may_read_them():
     """Freed when `fixup` returns, their memory would go to what the other stream allocates next."""
     assert all(run_ranks(_composed_lives, 3))
+
+
+def _summary(device: str) -> gdncp.Summary:
+    """Of one rank, with maps."""
+    plan = plan_for(BATCHES["one long"], 1, 32)
+    _, tokens, _ = batch("one long", "mixed", torch.float32, plan.head_dim)
+    return gdncp.summarise(plan, **{name: x.to(device) for name, x in tokens.items()}, backend="torch")
+
+
+@pytest.mark.parametrize(
+    "joins", [(), ("home",), ("other",), ("other", "home")], ids=lambda joins: "-".join(joins) or "none"
+)
+def test_dropped_entry_states_keep_their_memory_until_the_exchange_has_passed(joins, monkeypatch):
+    """With streams that are made up: memory that the home stream may give away at once is not that of the exchange."""
+    streams = {name: Mock(device=torch.device("cpu")) for name in ("home", "other", "exchange")}
+    current, recorded = ["home"], set()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams[current[0]])
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, s: recorded.add((x.data_ptr(), s)), raising=False)
+    summary = _summary("cpu")
+    composed = AffineMaps.empty(1, max(HEADS), 32, 32, torch.device("cpu"))
+    entry = gdncp.EntryStates(summary, collectives.LOCAL, summary.maps, streams["exchange"], composed)
+    for name in joins:
+        current[0] = name
+        entry.wait()
+        assert streams[name].wait_stream.call_args.args == (streams["exchange"],)
+    assert not recorded, "a copy on two streams comes back late"
+    del entry
+    used = (summary.entry_states.data_ptr(), summary.maps.scratch.address, composed.scratch.address)
+    assert recorded == (set() if "home" in joins else {(address, streams["exchange"]) for address in used})
+
+
+@pytest.mark.gpu
+def test_dropped_entry_states_memory_is_not_given_away():
+    """The exchange is a stream that sleeps, and nobody waits for it."""
+    summary = _summary("cuda")
+    exchange = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    size, start = summary.entry_states.nbytes, summary.entry_states.data_ptr()
+    with torch.cuda.stream(exchange):
+        torch.cuda._sleep(2_000_000_000)  # a second
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        entry = gdncp.EntryStates(summary, collectives.LOCAL, summary.maps, exchange)
+        del summary, entry
+        given = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        under_way = not exchange.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    assert under_way and all(x.data_ptr() + size <= start or x.data_ptr() >= start + size for x in given)
 
 
 def test_tables_of_early_parts_are_there_before_a_second_stream_or_a_capture_asks(monkeypatch):
