@@ -2,6 +2,7 @@
 
 from gdncp.api import finish, fixup, prefill, summarise, warmup
 from gdncp.flashinfer_api import chunk_gated_delta_rule
+from gdncp.layout import release_captured
 from gdncp.plan import PrefillPlan, plan_prefill
 from gdncp.reference import decode_step, gated_delta_rule_reference
 from gdncp.stages import EntryStates, PrefillResult, Summary
@@ -20,6 +21,7 @@ __all__ = [
     "gated_delta_rule_reference",
     "plan_prefill",
     "prefill",
+    "release_captured",
     "summarise",
     "warmup",
 ]

@@ -61,7 +61,7 @@ class _Cached:
         self.layout, self._device = layout, device
         self._copied: torch.cuda.Event | None = None
         self._streams: dict[int, torch.cuda.Stream] = {}  # that have read it
-        self.captured = False  # a CUDA graph reads it at every replay
+        self.captured = False  # a CUDA graph reads it at every replay, until `release_captured`
         if device.type == "cuda":
             self._copied = torch.cuda.current_stream(device).record_event()
 
@@ -122,8 +122,29 @@ def layout_of_plan(plan: PrefillPlan, rank: int, device: torch.device) -> Layout
     return cached.layout
 
 
+def release_captured(plan: PrefillPlan | None = None) -> int:
+    """Let go of the tables that captured CUDA graphs read: of this plan, or of all; returns of how many layouts.
+
+    Nothing says when a graph ends, so what one has read on a device (a few KiB; with very many sequences MiB) is kept
+    until this is called.  No graph of theirs may be replayed after it; replays before it must lie on the current
+    stream of their device, or be done.  Nothing is waited for.  The tables are then kept like those of other plans:
+    the most recently used ones.
+    """
+    with _LOCK:
+        found = [
+            cached
+            for (digest, *_), cached in _CACHE.items()
+            if cached.captured and (plan is None or digest == plan.digest)
+        ]
+        for cached in found:
+            cached.captured = False
+            cached.use()
+        _make_room()
+    return len(found)
+
+
 def _make_room() -> None:
-    """Drop the least recently used layouts, but for those that a graph reads."""
+    """Drop the least recently used layouts, but for those that a graph may read, see `release_captured`."""
     for key in [key for key, cached in _CACHE.items() if not cached.captured][:-_CACHE_SIZE]:
         _CACHE.pop(key).drop()
 

@@ -55,6 +55,25 @@ def test_threads_share_layouts_that_come_and_go(monkeypatch):
     assert len(layout._CACHE) == 2
 
 
+def test_what_graphs_read_is_kept_until_it_is_released(monkeypatch):
+    """... and the current stream counts as one that reads it."""
+    monkeypatch.setattr(layout, "_CACHE_SIZE", 1)
+    used = []
+    monkeypatch.setattr(layout._Cached, "use", used.append)
+    plans = [plan(64 * n) for n in range(1, 5)]
+    kept = []
+    for p in plans:
+        kept.append(layout.layout_of_plan(p, 0, CPU))
+        layout._CACHE[p.digest, 0, CPU].captured = True
+    layout.layout_of_plan(plan(640), 0, CPU)
+    assert [layout.layout_of_plan(p, 0, CPU) for p in plans] == kept
+    assert gdncp.release_captured(plans[1]) == 1 and gdncp.release_captured(plans[1]) == 0
+    assert [cached.layout for cached in used] == [kept[1]]
+    layout.layout_of_plan(plan(640), 0, CPU)
+    assert layout.layout_of_plan(plans[0], 0, CPU) is kept[0] and layout.layout_of_plan(plans[1], 0, CPU) is not kept[1]
+    assert gdncp.release_captured() == 3 and len(layout._CACHE) == 1
+
+
 def test_all_of_a_layouts_memory_is_known():
     """... also tables that are made on first use."""
     made = layout.layout_of_plan(plan(300, lanes_per_rank=2, world_size=2, finish="entry_late"), 1, CPU)
@@ -101,6 +120,27 @@ def test_a_captured_graph_keeps_the_tables_that_it_reads(monkeypatch):
     expected = gdncp.gated_delta_rule_reference(**tokens)
     for x, reference in ((result.output, expected.output), (result.final_state, expected.final_state)):
         assert (x.cpu() - reference).norm() <= 2e-5 * reference.norm()
+
+
+@pytest.mark.gpu
+def test_tables_that_are_released_are_read_to_the_end_by_a_replay_under_way(monkeypatch):
+    monkeypatch.setattr(layout, "_CACHE_SIZE", 1)
+    tokens, prepared = {n: x.cuda() for n, x in random_tokens(300, dim=32).items()}, plan(300)
+    expected = gdncp.prefill(prepared, **tokens, backend="triton").output  # tables of the default stream
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        output = gdncp.prefill(prepared, **tokens, backend="triton").output
+    with torch.cuda.stream(stream):
+        output.fill_(torch.nan)
+        torch.cuda._sleep(200_000_000)
+        graph.replay()
+        assert gdncp.release_captured(prepared) == 1
+    layout.layout_of_plan(plan(64), 0, tokens["q"].device)
+    assert (prepared.digest, 0, tokens["q"].device) not in layout._CACHE
+    taken = [torch.full((n,), 1 << 40, device="cuda") for n in range(1, 200) for _ in range(4)]
+    torch.cuda.synchronize()
+    assert torch.equal(output, expected) and taken
 
 
 @pytest.mark.gpu
