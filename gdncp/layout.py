@@ -123,7 +123,7 @@ def layout_of_plan(plan: PrefillPlan, rank: int, device: torch.device) -> Layout
 
 
 def release_captured(plan: PrefillPlan | None = None) -> int:
-    """Let go of the tables that captured CUDA graphs read: of this plan, or of all; returns of how many layouts.
+    """Let go of the tables that captured CUDA graphs read: of this plan, or of all.  Returns how many there were.
 
     Nothing says when a graph ends, so what one has read on a device (a few KiB; with very many sequences MiB) is kept
     until this is called.  No graph of theirs may be replayed after it; replays before it must lie on the current

@@ -59,7 +59,7 @@ def test_what_graphs_read_is_kept_until_it_is_released(monkeypatch):
     """... and the current stream counts as one that reads it."""
     monkeypatch.setattr(layout, "_CACHE_SIZE", 1)
     used = []
-    monkeypatch.setattr(layout._Cached, "use", used.append)
+    monkeypatch.setattr(layout._Cached, "use", lambda cached: used.append(cached))
     plans = [plan(64 * n) for n in range(1, 5)]
     kept = []
     for p in plans:
