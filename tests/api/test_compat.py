@@ -83,3 +83,50 @@ def test_a_state_of_two_head_dims_is_told_apart():
     )
     assert output.shape == (B, T, H, 16) and final.shape == initial.shape
     assert_within(final, expected.final_state.mT, 2e-5)
+
+
+@pytest.mark.parametrize("state_is_vk", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_what_is_given_to_hold_results_is_returned_in_the_layout_asked_for(state_is_vk, backend):
+    """K = 32, V = 16; states, checkpoints and a pool in place."""
+
+    def laid_out(states):
+        return states if state_is_vk else states.mT.contiguous()
+
+    def call(**arguments):
+        return compat.chunk_gated_delta_rule(
+            **batched, transpose_state_layout=state_is_vk, output_final_state=True, backend=backend, **arguments
+        )
+
+    _, batched = batch()
+    batched["v"] = batched["v"][..., :16].contiguous()
+    initial = laid_out(torch.randn(B, H, 16, 32, generator=torch.Generator().manual_seed(3)))
+    expected, expected_final = call(initial_state=initial)
+    output, final = torch.full_like(expected, 7.0), torch.full_like(initial, 7.0)
+    every = {"checkpoint_every_n_tokens": 64, "checkpoint_cu_starts": torch.tensor([0, 1, 2])}
+    kept = torch.full_like(initial, 7.0)
+    found = call(initial_state=initial, output=output, output_state=final, state_checkpoints=kept, **every)
+    assert found[0] is output and found[1] is final
+    assert torch.equal(output, expected) and torch.equal(final, expected_final)
+    packed = {name: x.flatten(0, 1) for name, x in batched.items()}
+    reference = gdncp.gated_delta_rule_reference(
+        **{name: x.unflatten(0, (B, T))[:, :64].flatten(0, 1) for name, x in packed.items()},
+        initial_state=initial if state_is_vk else initial.mT, seq_lens=[64] * B, gate_space="log",
+    )  # fmt: skip
+    assert_within(kept if state_is_vk else kept.mT, reference.final_state, 2e-5)
+
+    pool = torch.full((5, *initial.shape[1:]), 7.0)
+    slots = torch.tensor([4, 1])
+    pool[slots] = initial
+    assert call(initial_state=pool, output_state=pool, state_indices=slots)[1] is pool
+    assert torch.equal(pool[slots], expected_final) and bool((pool[[0, 2, 3]] == 7).all())
+
+
+@pytest.mark.parametrize("name", ["initial_state", "output_state", "state_checkpoints"])
+def test_a_state_of_the_other_layout_is_refused(name):
+    _, batched = batch()
+    batched["v"] = batched["v"][..., :16].contiguous()
+    with pytest.raises(ValueError, match=rf"{name} must have shape \[.., 32, 16\] \(K, V\), got \(2, 2, 16, 32\)"):
+        compat.chunk_gated_delta_rule(**batched, **{name: torch.zeros(B, H, 16, 32)})
+    with pytest.raises(ValueError, match="output must be contiguous"):
+        compat.chunk_gated_delta_rule(**batched, output=torch.zeros(B, T, 16, H).mT)
