@@ -20,24 +20,25 @@ def known(plan: Callable[P, R], most: int = MOST) -> Callable[P, R]:
     Lengths are compared, not hashed, which is quicker, with those of the last few calls that look alike.  What cannot
     be a key (explicit ownership in lists) and what a file says is planned anew.
     """
-    plans: OrderedDict[Hashable, list[tuple[Any, R]]] = OrderedDict()
+    plans: OrderedDict[Hashable, list[tuple[Any, bool, R]]] = OrderedDict()
 
     @wraps(plan)
     def remembered(*args: P.args, **words: P.kwargs) -> R:
         key = _key(args, words)
         if key is None:
             return plan(*args, **words)
-        lengths = args[0]
+        lengths: Any = args[0]
         try:
             alike = plans.get(key)
         except TypeError:  # not hashable
             return plan(*args, **words)
-        for same, result in alike or ():
-            if same == lengths:
+        for same, plain, result in alike or ():
+            if same is lengths or (same == lengths and _same_types(same, lengths, plain)):
                 return result
         result = plan(*args, **words)
         alike = plans.setdefault(key, [])
-        alike.append((lengths.copy() if type(lengths) is list else lengths, result))  # a list may change
+        plain = all(type(n) is int and n > 1 for n in lengths)
+        alike.append((lengths.copy() if type(lengths) is list else lengths, plain, result))  # a list may change
         del alike[:-_ALIKE]
         plans.move_to_end(key)
         if len(plans) > most:
@@ -48,6 +49,15 @@ def known(plan: Callable[P, R], most: int = MOST) -> Callable[P, R]:
 
 
 _ALIKE = 4  # batches that differ inside alone
+
+
+def _same_types(known: Any, given: Any, plain: bool) -> bool:
+    """Of lengths that are equal: True is not 1, and neither is 1.0.
+
+    plain: the known ones are ints above 1.  No bool equals them, and a sum with a float in it is one: that is a tenth
+    of the time of looking at each type.
+    """
+    return type(sum(given)) is int if plain else list(map(type, known)) == list(map(type, given))
 
 
 def _key(args: tuple[Any, ...], words: dict[str, Any]) -> Hashable:

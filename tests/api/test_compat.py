@@ -5,6 +5,7 @@ import torch
 
 import gdncp
 from gdncp import compat
+from tests.conftest import DEVICE
 from tests.numeric import assert_within, cu, random_state, random_tokens
 
 B, T, H, D = 2, 70, 2, 32
@@ -98,12 +99,12 @@ def test_what_is_given_to_hold_results_is_returned_in_the_layout_asked_for(state
             **batched, transpose_state_layout=state_is_vk, output_final_state=True, backend=backend, **arguments
         )
 
-    _, batched = batch()
+    batched = {name: x.to(DEVICE) for name, x in batch()[1].items()}
     batched["v"] = batched["v"][..., :16].contiguous()
-    initial = laid_out(torch.randn(B, H, 16, 32, generator=torch.Generator().manual_seed(3)))
+    initial = laid_out(torch.randn(B, H, 16, 32, generator=torch.Generator().manual_seed(3)).to(DEVICE))
     expected, expected_final = call(initial_state=initial)
     output, final = torch.full_like(expected, 7.0), torch.full_like(initial, 7.0)
-    every = {"checkpoint_every_n_tokens": 64, "checkpoint_cu_starts": torch.tensor([0, 1, 2])}
+    every = {"checkpoint_every_n_tokens": 64, "checkpoint_cu_starts": torch.tensor([0, 1, 2], device=DEVICE)}
     kept = torch.full_like(initial, 7.0)
     found = call(initial_state=initial, output=output, output_state=final, state_checkpoints=kept, **every)
     assert found[0] is output and found[1] is final
@@ -115,8 +116,8 @@ def test_what_is_given_to_hold_results_is_returned_in_the_layout_asked_for(state
     )  # fmt: skip
     assert_within(kept if state_is_vk else kept.mT, reference.final_state, 2e-5)
 
-    pool = torch.full((5, *initial.shape[1:]), 7.0)
-    slots = torch.tensor([4, 1])
+    pool = torch.full((5, *initial.shape[1:]), 7.0, device=DEVICE)
+    slots = torch.tensor([4, 1], device=DEVICE)
     pool[slots] = initial
     assert call(initial_state=pool, output_state=pool, state_indices=slots)[1] is pool
     assert torch.equal(pool[slots], expected_final) and bool((pool[[0, 2, 3]] == 7).all())

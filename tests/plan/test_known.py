@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from numpy import int64
 
 from gdncp.plan import PROFILES, PrefillPlan, plan_prefill
 from gdncp.plan.known import known
@@ -30,6 +33,24 @@ def test_what_is_equal_but_no_int_is_still_refused(bad: dict[str, object]) -> No
     for lengths in ([True, 1, 1], [1, 1.0, 1], (1, 1, True)):
         with pytest.raises(ValueError, match="seq_lens"):
             plan_prefill(lengths, world_size=1, cp_chunk_len=64, **LAYER)
+
+
+@pytest.mark.parametrize("of", [list, tuple])
+@pytest.mark.parametrize(
+    "good, bad", [([9, 1, 0, 9, 9, 9], True), ([9, 0, 9, 9, 9, 9], False), ([9, 7, 9, 9, 9, 9], 7.0)]
+)
+def test_one_length_among_many_that_is_equal_but_no_int_is_refused(
+    of: Callable[[list[int]], list[int]], good: list[int], bad: Any
+) -> None:
+    """... where a plan of ints is known; ints of other types give their own, once."""
+    plan = plan_prefill(of(good), **LAYER)
+    assert plan_prefill(of(good), **LAYER) is plan
+    with pytest.raises(ValueError, match=r"seq_lens\[1\] must be a non-negative int, got"):
+        plan_prefill(of([good[0], bad, *good[2:]]), **LAYER)
+    others = [int64(n) if i == 4 else n for i, n in enumerate(good)]
+    other = plan_prefill(of(others), **LAYER)
+    assert other == plan and plan_prefill(of(others), **LAYER) is other
+    assert plan_prefill(of(good), **LAYER) is plan
 
 
 def test_what_cannot_be_a_key_or_is_in_a_file_is_planned_anew(tmp_path: Path) -> None:
