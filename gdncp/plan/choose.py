@@ -12,6 +12,7 @@ import numpy as np
 from gdncp.plan import columns, cost, layout
 from gdncp.plan.balance import FEW, Balance
 from gdncp.plan.checks import CHUNK
+from gdncp.plan.overlap import EXCHANGE_WORKERS
 from gdncp.plan.profiles import CostProfile
 from gdncp.plan.stage_model import Kind, StageModel
 
@@ -29,7 +30,6 @@ _REFINABLE = 1.15  # and which are not further behind the best
 _FIRST_RATIOS = tuple(k / 20 for k in range(8, 33))  # of a first CP chunk to the others
 # of several ranks fewer, as each takes longer to cost
 _REFINED_OF_RANKS, _FIRST_RATIOS_OF_RANKS = 4, tuple(k / 20 for k in range(4, 33, 3))
-_EXCHANGE_WORKERS = 4  # a message of NCCL ran beside 128 programs on the 132 SMs of an H200
 _WORLDS = (1, 2, 4, 8)  # for which a grid is chosen that may not depend on the world size: those of one node
 
 
@@ -102,7 +102,7 @@ def leaves_workers(plan: PrefillPlan) -> bool:
     """Whether stage 4 leaves workers to an exchange beside it, whose kernels else wait until its first units end."""
     pieces = plan.pieces
     most = np.bincount(pieces.rank, weights=pieces.num_items).max()
-    return bool(most * plan.num_state_heads + _EXCHANGE_WORKERS <= plan.profile.workers)
+    return bool(most * plan.num_state_heads + EXCHANGE_WORKERS <= plan.profile.workers)
 
 
 def choose_grid(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gdncp.plan.prefill_plan import PrefillPlan
 
 STAGES = ("precompute_t", "precompute_mn", "state_fixup", "cp_prefill")
+SPAN_LAUNCHES = 4  # a step inside spans: many at a time are folded, which takes three copies more
 
 
 # ---- stage 3
@@ -83,12 +84,11 @@ def fixup_seconds(profile: CostProfile, load: FixupLoad) -> dict[str, float]:
     The same rounds as the program's, with the slowest rank's work in each: `gdncp.simulate` has them rank by rank.
     """
     strategies = {"chain": _chain, "all_gather": _all_gather, "head_sharded": _head_sharded, "tree": _tree}
-    # spans: maps are composed, each two folds, and in the end folded one by one again; both many spans at a time, which
-    # takes three copies more a step
+    # spans: maps are composed, each two folds, and in the end folded one by one again
     inside = 0.0
     if load.fold_span > 1:
         depth, count = min(load.fold_span, load.cp_chunks_per_rank) - 1, load.cp_chunks_per_rank
-        inside = _fold(profile, load, 4 * depth, 2 * count) + _fold(profile, load, 4 * depth, count)
+        inside = sum(_fold(profile, load, SPAN_LAUNCHES * depth, times * count) for times in (2, 1))
     return {name: seconds(profile, load) + inside for name, seconds in strategies.items()}
 
 
@@ -174,8 +174,13 @@ def _tree(profile: CostProfile, load: FixupLoad) -> float:
 
 
 def fixup_bytes(plan: PrefillPlan) -> tuple[int, ...]:
-    """Bytes that each rank sends in the fixup: what `gdncp.collectives` puts on the wire."""
-    world, heads = plan.world_size, plan.num_state_heads
+    """Bytes that each rank sends in the fixup, or in those of its groups of heads: what `gdncp.collectives` puts on the
+    wire."""
+    return tuple(map(sum, zip(*(_group_bytes(plan, stop - start) for start, stop in plan.head_groups), strict=True)))
+
+
+def _group_bytes(plan: PrefillPlan, heads: int) -> tuple[int, ...]:
+    world = plan.world_size
     state = FixupLoad(world, 0, 0, 0, 0, 0, heads, plan.head_dim).state_bytes
     handed_on, arrivals, shipped = ([0] * world for _ in range(3))
     for segment in plan.segments:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from gdncp.plan.stage_model import Kind, StageModel
 
+EXCHANGE_WORKERS = 4  # that a message takes: one of NCCL ran beside 128 programs on the 132 SMs of an H200
+
 
 class Run(NamedTuple):
     """A segment's CP chunks."""

@@ -213,12 +213,17 @@ class PrefillPlan:
     @cached_property
     def stage_model(self) -> StageModel:
         """What stages 1, 2 and 4 take, by `profile`."""
+        return self.stage_model_of(0, self.num_state_heads)
+
+    def stage_model_of(self, start: int, stop: int) -> StageModel:
+        """The same for state heads [start, stop) alone; heads that share a key head are together."""
+        half_lives = self.head_half_lives
         return StageModel(
             replace(self.profile, opens=self.profile.opens and self.opens),
-            self.num_state_heads,
-            self.num_k_heads,
+            stop - start,
+            (stop - start) * self.num_k_heads // self.num_state_heads,
             self.head_dim,
-            self.head_half_lives,
+            None if half_lives is None else half_lives[start:stop],
             self.forget_below,
         )
 

@@ -79,7 +79,7 @@ class StageModel:
         """Of a rank that has so many CP chunks of each kind; counts need not be whole."""
         key = frozenset(kinds.items())
         if key not in self._seconds:  # many ranks are alike
-            t, maps, prefills = self._launches(kinds)
+            t, maps, prefills = self.launches(kinds)
             # stage 4 is launched even where stage 2 has left it nothing to do
             self._seconds[key] = StageSeconds(
                 t, self._schedule(maps) if maps else 0.0, self._schedule(prefills) if t else 0.0
@@ -93,7 +93,7 @@ class StageModel:
         """
         key = (frozenset(early.items()), frozenset(late.items()), exchange)
         if key not in self._beside:
-            self._beside[key] = self._prefill_beside(self._prefills(early), self._prefills(late), exchange)
+            self._beside[key] = self._prefill_beside(self.prefills(early), self.prefills(late), exchange)
         return self._beside[key]
 
     def _prefill_beside(self, first: Sequence[Units], second: Sequence[Units], exchange: float) -> float:
@@ -108,7 +108,8 @@ class StageModel:
             workers.run(number, seconds)
         return self.profile.launch_s + max(workers.finish, exchange)
 
-    def _prefills(self, pairs: Mapping[Kind, float]) -> list[Units]:
+    def prefills(self, pairs: Mapping[Kind, float]) -> list[Units]:
+        """Units of stage 4 of so many pairs of CP chunk and head."""
         return [
             self._units(count, kind.num_chunks * self.profile.tile_prefill_s)
             for kind, count in sorted(pairs.items(), reverse=True)
@@ -121,20 +122,20 @@ class StageModel:
 
     def work(self, kind: Kind) -> tuple[float, float]:
         """Seconds of one worker for one CP chunk in stages 1 and 2, and in stage 4."""
-        t, maps, prefills = self._launches({kind: 1})
+        t, maps, prefills = self.launches({kind: 1})
         tiles = (t - self.profile.launch_s) * self.profile.workers
         before, after = (sum(number * seconds for number, seconds in units) for units in (maps, prefills))
         return tiles + before, after
 
     def least_seconds(self, kinds: Mapping[Kind, float]) -> float:
         """A lower bound on the sum of `seconds`, without a schedule."""
-        t, *launches = self._launches(kinds)
+        t, *launches = self.launches(kinds)
         for units in filter(None, launches):
             work = sum(number * seconds for number, seconds in units)
             t += self.profile.launch_s + max(work / self.profile.workers, max(seconds for _, seconds in units))
         return t
 
-    def _launches(self, kinds: Mapping[Kind, float]) -> tuple[float, list[Units], list[Units]]:
+    def launches(self, kinds: Mapping[Kind, float]) -> tuple[float, list[Units], list[Units]]:
         """Seconds of stage 1, units of stage 2's launch and units of stage 4's, in the order in which they start."""
         profile = self.profile
         maps: list[Units] = []

@@ -4,6 +4,7 @@
     python -m gdncp.simulate --seq-lens 128K 1M 4096x16,100 --gpus 8 --gates forget --ownership contiguous zigzag
     python -m gdncp.simulate --seq-lens 64K --weak --gpus 1 8 64 4096 --gpus-per-node 72 --link nvlink5 --plot weak.svg
     python -m gdncp.simulate --seq-lens 128K --gpus 2 8 --scheme ours fla-cp:0.6.0 flashqla-inter-intra
+    python -m gdncp.simulate --seq-lens 1M --gpus 8 64 --finish entry_late --lanes-per-rank 2 --lanes-by heads
     python -m gdncp.simulate --check
 
 Exit codes: 0 all went well, 1 --check found a peer's time that is missed by more than 15 %, 2 the command line is wrong
@@ -24,7 +25,7 @@ from rich.table import Table
 
 from gdncp.argument_parser import Parser, as_options, output_files, write_file
 from gdncp.plan import LINKS, PROFILES, PrefillPlan, find_profile, plan_prefill
-from gdncp.plan.checks import FIXUPS, OWNERSHIPS, word
+from gdncp.plan.checks import FINISHES, FIXUPS, LANES_BY, OWNERSHIPS, word
 from gdncp.simulate import report, tables
 from gdncp.simulate.gates import GATES, half_lives
 from gdncp.simulate.machine import parse_link, with_topology
@@ -32,7 +33,7 @@ from gdncp.simulate.peers import PEERS, Peer, find, simulate_peer
 from gdncp.simulate.schemes import simulate_plan
 
 MOST_GPUS = 4096
-LOG_WIDTH = 150  # columns where the output is no terminal
+LOG_WIDTH = 165  # columns where the output is no terminal
 ALLOWED_ERROR = 0.15
 
 
@@ -47,6 +48,10 @@ def parser() -> Parser:
     p.add_argument("--ownership", nargs="+", default=["contiguous"], help=f"of ours: {', '.join(OWNERSHIPS)}")
     p.add_argument("--fixup", nargs="+", default=["auto"], help=f"of ours: auto, all, {', '.join(FIXUPS)}")
     p.add_argument("--cp-chunk-len", type=int, help="tokens of a CP chunk of ours; default: the planner's choice")
+    p.add_argument("--finish", default="auto", help=f"of ours: auto, {', '.join(FINISHES)}")
+    p.add_argument("--fold-span", type=int, help="of ours: CP chunks whose maps travel as one; default: the planner's")
+    p.add_argument("--lanes-per-rank", type=int, default=1, help="of ours")
+    p.add_argument("--lanes-by", default="cp_chunks", help=f"what lanes divide: {', '.join(LANES_BY)}")
     p.add_argument("--gates", default="one", help=f"{', '.join(GATES)}: nothing forgets, half-lives 4 to 16384, as new")
     p.add_argument("--profile", default="h200", help=f"costs: {', '.join(PROFILES)}, or a .json file")
     p.add_argument("--gpus-per-node", type=int, help="default: the profile's")
@@ -121,6 +126,10 @@ class Cases:
             "num_v_heads": v,
             "head_dim": args.head_dim,
             "cp_chunk_len": args.cp_chunk_len,
+            "finish": word("--finish", args.finish, ("auto", *FINISHES)),
+            "fold_span": args.fold_span,
+            "lanes_per_rank": args.lanes_per_rank,
+            "lanes_by": word("--lanes-by", args.lanes_by, LANES_BY),
             "profile": self.profile,
         }
 
@@ -144,8 +153,6 @@ class Cases:
             world_size=gpus,
             ownership=ownership,
             fixup=fixup,
-            fold_span=1,
-            finish="entry_first",
             head_half_lives=given,
             **layer,
         )
@@ -169,6 +176,7 @@ class Cases:
                         ownership,
                         fixup,
                         plan.fixup,
+                        report.way(plan),
                         plan.cp_chunk_len,
                         self.gates,
                         result,
@@ -192,6 +200,7 @@ class Cases:
                 "contiguous",
                 "all_gather",
                 "all_gather",
+                "",
                 0,
                 self.gates,
                 result,
@@ -223,7 +232,11 @@ def parse_batch(text: str) -> list[int]:
 def check(console: Console) -> int:
     """Predicted beside given times."""
     rows = tables.peer_rows()
-    for title, some in (("peers: given and predicted", rows), ("aims of gdncp, and predicted", tables.aim_rows())):
+    for title, some in (
+        ("peers: given and predicted", rows),
+        ("gdncp on two H200s: measured and predicted", tables.measured_rows()),
+        ("aims of gdncp, and predicted", tables.aim_rows()),
+    ):
         shown = Table(title=title)
         for name in ("scheme", "GPUs", "tokens", "heads", "ms", "predicted", "off"):
             shown.add_column(name, justify="left" if name == "scheme" else "right")

@@ -1,6 +1,7 @@
 """Our fixups as processes of a rank: the same schedule as `gdncp.collectives`, with times in place of tensors.
 
-Each function mirrors the `run` of its namesake there, line by line: what it folds, sends and waits for, in that order.
+Each function mirrors the `run` of its namesake there, line by line: what it folds, sends and waits for, in that order;
+`state_fixup`, `local` and `compose` with spans too.
 """
 
 from __future__ import annotations
@@ -18,14 +19,19 @@ from gdncp.collectives.schedule import (
     chain_rounds,
     crossing_routes,
     head_range,
+    links_to_fill,
     manifests,
     own_links,
     tree_rounds,
 )
+from gdncp.collectives.spans import Span, spans_of
 from gdncp.plan import PrefillPlan
-from gdncp.plan.cost import fold_seconds
+from gdncp.plan.cost import SPAN_LAUNCHES, fold_seconds
+from gdncp.plan.overlap import EXCHANGE_WORKERS
+from gdncp.plan.stage_model import Units
 from gdncp.simulate.engine import Event, Process
-from gdncp.simulate.machine import Machine
+from gdncp.simulate.gpu import NORMAL
+from gdncp.simulate.machine import Machine, Message
 
 FOLD_ROWS = 16  # V rows in multiples of which a backend's fold may be cut
 
@@ -48,43 +54,125 @@ def folded(link: Link) -> range:
     return range(int(link.starts), link.num_maps)
 
 
+class Turns:
+    """A rank's groups of heads exchange over one process group: one group's exchanges all come before the next's."""
+
+    def __init__(self, machine: Machine, groups: int) -> None:
+        self._machine = machine
+        self._over = [Event() for _ in range(groups)]
+
+    def before(self, group: int) -> Process:
+        if group:
+            yield self._over[group - 1]
+
+    def over(self, group: int) -> None:
+        self._machine.engine.at(self._machine.engine.now, self._over[group])
+
+
 class Rank:
-    """One rank's fixup: what it folds and where it waits."""
+    """One rank's fixup, of all heads or of a group of them: what it folds and sends, and where it waits."""
 
-    def __init__(self, machine: Machine, plan: PrefillPlan, rank: int) -> None:
-        self.machine, self.plan, self.rank = machine, plan, rank
-        self.state_bytes = plan.num_state_heads * plan.head_dim**2 * 4
+    def __init__(
+        self,
+        machine: Machine,
+        plan: PrefillPlan,
+        rank: int,
+        group: int = 0,
+        turns: Turns | None = None,
+        priority: int = NORMAL,
+    ) -> None:
+        """priority: of the stream on which it folds."""
+        self.machine, self.plan, self.rank, self.group = machine, plan, rank, group
+        self._turns, self._priority = turns or Turns(machine, group + 1), priority
+        start, stop = plan.head_groups[group]
+        self._opened = False
+        self.num_heads = stop - start
+        self.state_bytes = self.num_heads * plan.head_dim**2 * 4
 
-    def fold(self, runs: Iterable[range], heads: float | None = None) -> Event:
-        """Fold runs, given as positions of maps, on this rank's GPU; `heads`: of how many, all by default."""
-        plan = self.plan
-        heads = plan.num_state_heads if heads is None else heads
+    # ---- folds, on this rank's GPU
+
+    def fold(self, runs: Iterable[range], heads: float | None = None, *, copies: int = 1) -> Event:
+        """Fold runs, given as positions of maps; `heads`: of how many, all by default; `copies`: see `fold_seconds`."""
+        plan, profile = self.plan, self.machine.profile
+        heads = self.num_heads if heads is None else heads
         runs = [run for run in runs if run]  # a sequence of one CP chunk has nothing to fold
         maps = sum(map(len, runs))
-        seconds = fold_seconds(self.machine.profile, fold_launches(runs), maps, heads, plan.head_dim)
-        return self.machine.gpus[self.rank].use(seconds)
+        seconds = fold_seconds(profile, copies * fold_launches(runs), maps, heads, plan.head_dim)
+        # a program per head and 16 rows of V, as long as there are workers
+        programs = min(-(-int(heads * len(runs) * plan.head_dim) // FOLD_ROWS), profile.workers)
+        return self.machine.gpus[self.rank].launch([Units(programs, seconds)], self._priority)
 
     def fold_inside(self, links: Iterable[Link]) -> Event:
         return self.fold(range(link.starts, link.num_maps - (link.next_rank is not None)) for link in links)
 
+    def compose(self) -> Event:
+        """Maps of spans: local states first, and transitions with them."""
+        spans = [span for span in spans_of(self.plan, self.rank) if span.row >= 0]
+        runs = [range(span.num_items - 1) for span in spans for _ in range(2 - span.starts)]
+        return self.fold(runs, copies=SPAN_LAUNCHES)
+
+    def fold_in_spans(self, spans: Iterable[Span]) -> Event:
+        return self.fold([range(int(span.starts), span.num_items - 1) for span in spans], copies=SPAN_LAUNCHES)
+
     def starting(self) -> Iterable[Link]:
-        return (link for link in own_links(self.plan, self.rank) if link.starts)
+        return (link for link in links_to_fill(self.plan, self.rank) if link.starts)
+
+    # ---- exchanges: each is a kernel that holds a few of the GPU's workers while it waits and sends
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Process:
+        """Messages; before the first ones a start of a collective."""
+        if not self._opened:
+            self._opened = True
+            yield from self._turns.before(self.group)
+            yield self.machine.engine.after(self.machine.profile.collective_s)
+        if any(peer != self.rank for peer, _ in (*sends, *receives)):
+            yield from self._held(lambda: self.machine.exchange(self.rank, sends, receives))
+
+    def meet(self, join: Callable[[], Event]) -> Event:
+        """A collective, under way at once; its end."""
+
+        def process() -> Process:
+            yield from self._turns.before(self.group)
+            yield from self._held(lambda: [join()])
+
+        return self.machine.engine.start(process())
+
+    def leave(self) -> Process:
+        """After the last exchange."""
+        yield from self._turns.before(self.group)
+        self._turns.over(self.group)
+
+    def _held(self, begin: Callable[[], Sequence[Event]]) -> Process:
+        gpu, workers = self.machine.gpus[self.rank], min(EXCHANGE_WORKERS, self.machine.profile.workers)
+        yield gpu.hold(workers)
+        yield from begin()
+        gpu.release(workers)
+
+
+def state_fixup(at: Rank) -> Process:
+    """From composed maps, where there are spans, to the entry states that an exchange fills."""
+    plan = at.plan
+    yield from FIXUPS[plan.fixup](at)
+    if plan.fold_span > 1:
+        segments = plan.rank_plan(at.rank).segments
+        filled = [plan.finish == "entry_first" or segment.previous is not None for segment in segments]
+        yield at.fold_in_spans(span for span in spans_of(plan, at.rank) if filled[span.segment])
 
 
 def local(at: Rank) -> Process:
     yield at.fold_inside(own_links(at.plan, at.rank))
+    if at.plan.fold_span > 1:
+        yield at.fold_in_spans(spans_of(at.plan, at.rank))
 
 
 def chain(at: Rank) -> Process:
     plan, rank, machine = at.plan, at.rank, at.machine
-    dim, heads = plan.head_dim, plan.num_state_heads
+    dim, heads = plan.head_dim, at.num_heads
     rows = [dim]
     if not machine.profile.folds_runs:
         blocks = row_blocks(dim, heads * dim * 4, FOLD_ROWS, MIN_BLOCK_BYTES)
         rows = [block.stop - block.start for block in blocks]
     rounds = chain_rounds(plan, rank, len(rows))
-    if rounds:
-        yield machine.engine.after(machine.profile.collective_s)
     for folds, receives in rounds:
         # only the last block may have fewer rows: the largest share stands for a round's
         share = max((rows[block] for _, block in folds), default=0) / dim
@@ -95,8 +183,9 @@ def chain(at: Rank) -> Process:
             for link, b in receives
             if link.previous_rank is not None
         ]
-        yield from machine.exchange(rank, sends, landing)
-    yield at.fold_inside(link for link in own_links(plan, rank) if link.next_rank is None)
+        yield from at.exchange(sends, landing)
+    yield from at.leave()
+    yield at.fold_inside(link for link in links_to_fill(plan, rank) if link.next_rank is None)
 
 
 @lru_cache(8)
@@ -121,10 +210,15 @@ def _shipped(plan: PrefillPlan) -> tuple[int, ...]:
 def all_gather(at: Rank) -> Process:
     plan, machine, world = at.plan, at.machine, at.plan.world_size
     size = max(_shipped(plan)) * at.state_bytes
-    machine.count(at.rank, world - 1, size * (world - 1), size * (world - 1))
-    gathering = machine.meet("maps", machine.all_gather_seconds(size))
+
+    def join() -> Event:
+        machine.count(at.rank, world - 1, size * (world - 1), size * (world - 1))
+        return machine.meet(f"maps {at.group}", machine.all_gather_seconds(size))
+
+    gathering = at.meet(join)
     yield at.fold_inside(at.starting())  # meanwhile
     yield gathering
+    yield from at.leave()
     yield at.fold(_before(plan)[at.rank])
     yield at.fold_inside(arrivals(plan)[at.rank])
 
@@ -147,9 +241,9 @@ class AllToAll:
 
 
 @lru_cache(8)
-def _exchanges(machine: Machine, plan: PrefillPlan) -> tuple[tuple[int, ...], AllToAll, AllToAll]:
+def _exchanges(machine: Machine, plan: PrefillPlan, num_heads: int) -> tuple[tuple[int, ...], AllToAll, AllToAll]:
     """Per rank: the heads that it folds; maps to those who fold them; entry states back."""
-    ranges = (head_range(rank, plan.world_size, plan.num_state_heads) for rank in range(plan.world_size))
+    ranges = (head_range(rank, plan.world_size, num_heads) for rank in range(plan.world_size))
     heads = tuple(stop - start for start, stop in ranges)
     head_bytes = plan.head_dim**2 * 4
     there = AllToAll(machine, _shipped(plan), heads, head_bytes)
@@ -158,33 +252,33 @@ def _exchanges(machine: Machine, plan: PrefillPlan) -> tuple[tuple[int, ...], Al
 
 def head_sharded(at: Rank) -> Process:
     plan, rank = at.plan, at.rank
-    heads, there, back = _exchanges(at.machine, plan)
-    exchange = there.meet(rank, "maps")
+    heads, there, back = _exchanges(at.machine, plan, at.num_heads)
+    exchange = at.meet(lambda: there.meet(rank, f"maps {at.group}"))
     yield at.fold_inside(at.starting())  # meanwhile
     yield exchange
     if heads[rank]:
         runs = [range(1, sum(link.num_maps for link in route[:-1])) for route in crossing_routes(plan)]
         yield at.fold(runs, heads[rank])
-    yield back.meet(rank, "entry states")
+    yield at.meet(lambda: back.meet(rank, f"entry states {at.group}"))
+    yield from at.leave()
     yield at.fold_inside(arrivals(plan)[rank])
 
 
 def tree(at: Rank) -> Process:
-    plan, rank, machine = at.plan, at.rank, at.machine
+    plan, rank = at.plan, at.rank
     links = [link for link in own_links(plan, rank) if link.next_rank is not None]
     rounds = tree_rounds(plan, rank)
-    if any(sends or receives for sends, receives in rounds):
-        yield machine.engine.after(machine.profile.collective_s)
     yield at.fold([range(link.starts, link.num_maps - (not link.starts)) for link in links])  # local states
     yield at.fold([range(link.num_maps - 1) for link in links if not link.starts])  # transitions
     for number, (sends, receives) in enumerate(rounds):
         outgoing = [(t.target.rank, (1 + t.whole) * at.state_bytes) for t in sends]
         landing = [(t.source.rank, (1 + t.whole) * at.state_bytes) for t in receives]
-        yield from machine.exchange(rank, outgoing, landing)
+        yield from at.exchange(outgoing, landing)
         if number:  # the first is the hand-over
             yield at.fold([range(1) for _ in receives])
             yield at.fold([range(1) for t in receives if t.whole])
-    yield at.fold_inside(own_links(plan, rank))
+    yield from at.leave()
+    yield at.fold_inside(links_to_fill(plan, rank))
 
 
 FIXUPS: dict[str, Callable[[Rank], Process]] = {

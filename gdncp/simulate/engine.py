@@ -6,7 +6,8 @@ A process is a generator that yields the event it waits for next.  All times are
 from __future__ import annotations
 
 import heapq
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import partial
 from itertools import count
 
 Process = Generator["Event", None, None]
@@ -19,7 +20,7 @@ class Event:
 
     def __init__(self) -> None:
         self.fired = False
-        self.waiting: list[Process] = []
+        self.waiting: list[Callable[[], None]] = []
 
 
 class Engine:
@@ -40,10 +41,16 @@ class Engine:
     def after(self, seconds: float) -> Event:
         return self.at(self.now + seconds)
 
-    def start(self, process: Process) -> None:
+    def call(self, seconds: float, function: Callable[[], None]) -> None:
+        """Call a function after so many seconds."""
+        self.after(seconds).waiting.append(function)
+
+    def start(self, process: Process) -> Event:
+        """Run a process from now on, at once to where it first waits; the event that it has ended."""
         self._running += 1
-        start = self.at(self.now)
-        start.waiting.append(process)
+        ended = Event()
+        self._resume(process, ended)
+        return ended
 
     def run(self) -> float:
         """Until nothing more happens; the time then.  RuntimeError where a process waits for what never happens."""
@@ -51,18 +58,19 @@ class Engine:
             self.now, _, event = heapq.heappop(self._queue)
             event.fired = True
             waiting, event.waiting = event.waiting, []
-            for process in waiting:
-                self._resume(process)
+            for function in waiting:
+                function()
         if self._running:
             raise RuntimeError(f"{self._running} processes wait for events that never happen")
         return self.now
 
-    def _resume(self, process: Process) -> None:
+    def _resume(self, process: Process, ended: Event) -> None:
         for event in process:
             if not event.fired:
-                event.waiting.append(process)
+                event.waiting.append(partial(self._resume, process, ended))
                 return
         self._running -= 1
+        self.at(self.now, ended)
 
 
 class Resource:

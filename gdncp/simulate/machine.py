@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from gdncp.plan.profiles import LINKS, CostProfile, Link
 from gdncp.simulate.engine import Engine, Event, Resource
+from gdncp.simulate.gpu import Gpu
 
 
 def parse_link(name: str, text: str) -> Link:
@@ -61,7 +62,7 @@ class Machine:
         self.engine = Engine()
         self.profile = profile
         self.world_size = world_size
-        self.gpus = [Resource(self.engine) for _ in range(world_size)]
+        self.gpus = [Gpu(self.engine, profile.workers) for _ in range(world_size)]
         self._near = [_Port(self.engine) for _ in range(world_size)]
         self._far = [_Port(self.engine) for _ in range(world_size)]
         self._posted: dict[tuple[int, int], deque[tuple[bool, int, Event]]] = defaultdict(deque)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from gdncp.collectives.schedule import arrivals, head_range, manifests, own_links
+from gdncp.collectives.spans import spans_of
 from gdncp.plan import PrefillPlan
 from gdncp.plan.checks import CHUNK
+from gdncp.work import num_stand_ins
 
 _TOKEN_BYTES = 2  # bf16: q, k, v, outputs, and what stage 1 leaves for each pair of tokens of a chunk
 _GATE_BYTES = 4
@@ -24,8 +26,17 @@ def rank_bytes(plan: PrefillPlan, rank: int) -> int:
 
 def fixup_bytes(plan: PrefillPlan, rank: int) -> int:
     """Buffers that a fixup makes beside the maps and entry states."""
-    if not plan.crosses_ranks:
-        return 0
+    state = plan.num_state_heads * plan.head_dim**2 * 4
+    inside = 0  # states that spans, and what is known before an exchange, take
+    if plan.fold_span > 1:
+        spans = spans_of(plan, rank)
+        inside += len(spans) + 2 * sum(span.row >= 0 for span in spans)
+    if plan.finish == "entry_late":
+        inside += num_stand_ins(plan.rank_plan(rank)) + (len(spans_of(plan, rank)) if plan.fold_span > 1 else 0)
+    return inside * state + (_exchange_bytes(plan, rank) if plan.crosses_ranks else 0)
+
+
+def _exchange_bytes(plan: PrefillPlan, rank: int) -> int:
     heads, world = plan.num_state_heads, plan.world_size
     head = plan.head_dim**2 * 4
     links = [link for link in own_links(plan, rank) if link.previous_rank is not None or link.next_rank is not None]

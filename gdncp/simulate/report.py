@@ -10,6 +10,7 @@ from xml.sax.saxutils import escape
 
 from rich.table import Table
 
+from gdncp.plan import PrefillPlan
 from gdncp.simulate.schemes import Outcome
 
 
@@ -24,12 +25,24 @@ class Case:
     ownership: str
     fixup_asked: str
     fixup: str  # that ran; "local" where nothing crosses ranks
+    way: str  # `way` of the plan
     cp_chunk_len: int  # 0: not a scheme that has them
     gates: str
     outcome: Outcome
     efficiency: float  # of one GPU's pace with the same scheme and gates
     wins: bool  # the fastest of what was simulated for these tokens and GPUs
     chosen: bool  # what the planner would choose
+
+
+def way(plan: PrefillPlan) -> str:
+    """How a plan hides and shortens its exchange, in a few words; nothing: `entry_first`, no spans and one lane."""
+    words = ["late"] if plan.finish == "entry_late" else []
+    if plan.fold_span > 1:
+        words.append(f"spans {plan.fold_span}")
+    if plan.lanes_per_rank > 1:
+        by_heads = plan.lanes_by == "heads"
+        words.append(f"heads / {len(plan.head_groups)}" if by_heads else f"{plan.lanes_per_rank} lanes")
+    return ", ".join(words)
 
 
 def document(cases: Sequence[Case]) -> str:
@@ -46,7 +59,7 @@ def table(cases: Sequence[Case]) -> Table:
     result = Table(title="simulated; * fastest for these tokens and GPUs, p what the planner chooses")
     for name in ("tokens", "GPUs"):
         result.add_column(name, justify="right", no_wrap=True)
-    for name in ("scheme", "ownership", "fixup"):
+    for name in ("scheme", "ownership", "fixup", "way"):
         result.add_column(name, overflow="fold")
     for name in ("CP chunk", "ms", "efficiency", "exchange µs", "sent/rank", "sent", "memory/rank"):
         result.add_column(name, justify="right")
@@ -64,7 +77,6 @@ def table(cases: Sequence[Case]) -> Table:
 
 def _cells(case: Case) -> list[str]:
     outcome = case.outcome
-    exchange = outcome.stages.get("state_fixup") or outcome.stages["all_gather"]
     marks = "*" * case.wins + "p" * case.chosen
     return [
         f"{case.tokens:,}",
@@ -72,10 +84,11 @@ def _cells(case: Case) -> list[str]:
         case.scheme,
         case.ownership,
         f"{case.fixup} {marks}".strip(),
+        case.way,
         f"{case.cp_chunk_len:,}" if case.cp_chunk_len else "",
         f"{outcome.seconds * 1e3:.3f}",
         f"{case.efficiency:.1%}",
-        f"{max(exchange) * 1e6:.0f}",
+        f"{max(outcome.exchange) * 1e6:.0f}",
         size(max(outcome.bytes_sent)),
         size(sum(outcome.bytes_sent)),
         size(max(outcome.memory_bytes)) if outcome.memory_bytes else "",

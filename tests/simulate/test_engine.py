@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from gdncp.plan import PROFILES
-from gdncp.simulate.engine import Engine, Process, Resource
+from gdncp.plan.stage_model import Units
+from gdncp.simulate.engine import Engine, Event, Process, Resource
+from gdncp.simulate.gpu import HIGH, NORMAL, Gpu
 from gdncp.simulate.machine import Link, Machine, parse_link, with_topology
 
 PROFILE = replace(
@@ -30,6 +33,32 @@ def test_a_resource_serves_one_use_after_another() -> None:
     assert engine.run() == 10.0
     assert seen == [("first", 5.0), ("late", 6.0), ("last", 10.0)]
     assert gpu.busy_seconds == 7.0
+
+
+def test_workers_take_units_of_streams_of_high_priority_first() -> None:
+    engine = Engine()
+    gpu, ends = Gpu(engine, 4), {}
+
+    def process(
+        name: str, start: float, launch: Callable[[], Event], then: Callable[[], None] | None = None
+    ) -> Process:
+        yield engine.after(start)
+        yield launch()
+        ends[name] = engine.now
+        if then:
+            yield engine.after(10.0)
+            then()
+
+    # six units on four workers are two rounds; of the second the last unit goes beside
+    engine.start(process("first", 0.0, lambda: gpu.launch([Units(4, 3.0), Units(2, 3.0)], NORMAL)))
+    engine.start(process("second", 0.0, lambda: gpu.launch([Units(2, 5.0)], NORMAL)))
+    engine.start(process("urgent", 1.0, lambda: gpu.launch([Units(1, 1.0)], HIGH)))  # interrupts nothing: from 3 on
+    engine.start(process("message", 2.0, lambda: gpu.hold(2), lambda: gpu.release(2)))  # and this from 3, two workers
+    engine.start(process("last", 2.0, lambda: gpu.use(1.0)))  # on all four
+    engine.run()
+    # at 3 urgent, message and one unit of the first begin, at 4 its other one, at 6 and 7 the second's, then the last
+    assert ends == {"message": 3.0, "urgent": 4.0, "first": 7.0, "second": 12.0, "last": 14.0}
+    assert gpu.busy_seconds == 14.0  # a message computes nothing: it held two workers until 13
 
 
 def test_waiting_for_what_never_happens_is_an_error() -> None:

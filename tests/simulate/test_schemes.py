@@ -14,6 +14,7 @@ from gdncp.simulate.collectives import fold_launches
 from gdncp.simulate.gates import GATES, half_lives
 from gdncp.simulate.peers import PEERS, find, simulate_peer
 from gdncp.simulate.schemes import Outcome, simulate_plan
+from gdncp.simulate.work import GroupWork
 
 LAYER: dict[str, Any] = {"num_q_heads": 16, "num_k_heads": 16, "num_v_heads": 32, "profile": "h200"}
 FIXUPS = ("chain", "all_gather", "head_sharded", "tree")
@@ -43,6 +44,74 @@ def test_bytes_are_the_plan_s(fixup: str, ownership: str, batch: str, world_size
     assert 0 < result.busy_share <= 1
     # a rank is done when its stages are, one after the other; the last rank's end is the whole's
     assert result.seconds == pytest.approx(max(map(sum, zip(*result.stages.values(), strict=True))))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "first": {"finish": "entry_first"},
+    "late": {"finish": "entry_late"},
+    "spans": {"fold_span": 4, "finish": "entry_first"},
+    "lanes": {"lanes_per_rank": 2, "finish": "entry_first"},
+    "heads": {"lanes_per_rank": 2, "lanes_by": "heads", "finish": "entry_first"},
+    "heads late in spans": {"lanes_per_rank": 3, "lanes_by": "heads", "finish": "entry_late", "fold_span": 2},
+}
+TCP = {"message_s": 50e-6, "bytes_per_s": 10e9}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fixup", FIXUPS)
+def test_ways_to_hide_and_shorten_an_exchange(fixup: str, way: str) -> None:
+    """All bytes are the plan's, no rank is done before its stages, and no way makes less work."""
+    layer = {"world_size": 4, "fixup": fixup, "cp_chunk_len": 1024, **LAYER}
+    for seq_lens in BATCHES.values():
+        plan = plan_prefill(seq_lens, **layer, **WAYS[way])
+        result = simulate_plan(plan)
+        assert result.bytes_sent == plan.fixup_bytes
+        assert result.seconds == pytest.approx(max(map(sum, zip(*result.stages.values(), strict=True))))
+        assert all(seconds >= 0 for of_ranks in result.stages.values() for seconds in of_ranks)
+        # of this least, with all workers busy all the time
+        models, kinds = [plan.stage_model_of(*heads) for heads in plan.head_groups], GroupWork(plan, 0).kinds(0)
+        work = sum(sum(model.work(kind)) * count for model in models for kind, count in kinds.items())
+        assert result.seconds >= work / plan.profile.workers
+
+
+def test_entry_late_hides_an_exchange_where_heads_forget() -> None:
+    def seconds(gates: str, finish: str, **link: float) -> float:
+        profile = replace(PROFILES["h200"], **link)
+        given = {"world_size": 2, "cp_chunk_len": 16384, "opens": False, "head_half_lives": half_lives(gates, 32)}
+        return simulate([1 << 18], **given, profile=profile, finish=finish).seconds
+
+    first, late = (seconds("fresh", finish, **TCP) for finish in ("entry_first", "entry_late"))
+    assert late < first - 0.2e-3  # the state takes 0.2 ms, and the latency
+    assert late < 1.05 * seconds("fresh", "entry_first", message_s=0.0, bytes_per_s=1e15, collective_s=0.0)
+    # where nothing forgets, the second rank waits as long as ever
+    first, late = (seconds("one", finish, **TCP) for finish in ("entry_first", "entry_late"))
+    assert late == pytest.approx(first, rel=0.01)
+
+
+def test_lanes_of_heads_hide_an_exchange_that_takes_long_and_cost_where_it_does_not() -> None:
+    def seconds(tokens: int, lanes: int, chunks: int, **link: float) -> float:
+        """`chunks`: CP chunks of 32 heads a rank: four are a wave, and of one group of two they are half of one."""
+        given = {"world_size": 2, "cp_chunk_len": tokens // 2 // chunks, "fixup": "chain", "finish": "entry_first"}
+        by_heads = {"lanes_per_rank": lanes, "lanes_by": "heads", "profile": replace(PROFILES["h200"], **link)}
+        return simulate([tokens], **given, **by_heads).seconds
+
+    long = 1 << 19
+    alone = min(seconds(long, 1, chunks, **TCP) for chunks in (4, 8))
+    assert seconds(long, 2, 8, **TCP) < alone - 0.7 * 330e-6  # folds, a message of 1 MiB and its latency
+    assert seconds(long, 2, 4, **TCP) > 0.97 * alone  # groups side by side end together: there is little to hide behind
+    assert seconds(1 << 14, 2, 4) > seconds(1 << 14, 1, 4)
+
+
+def test_spans_shorten_many_maps() -> None:
+    layer = {"world_size": 8, "cp_chunk_len": 1024, "fixup": "chain", "finish": "entry_first"}
+    flat, composed = (simulate([1 << 18], **layer, fold_span=span) for span in (1, 32))
+    assert max(composed.exchange) < 0.7 * max(flat.exchange)
+    assert sum(composed.bytes_sent) == sum(flat.bytes_sent)  # a chain sends states
+
+
+def test_what_was_measured_of_ours() -> None:
+    rows = tables.measured_rows()
+    assert len(rows) == 6 and all(abs(row.error) < 0.1 for row in rows), rows
 
 
 @pytest.mark.parametrize("gates", GATES)
