@@ -38,6 +38,15 @@ def as_options(message: str, heads: str) -> str:
     )
 
 
+def lanes(text: str) -> int | None:
+    """--lanes-per-rank; None: auto."""
+    if text == "auto":
+        return None
+    if not re.fullmatch(r"\d+", text, re.ASCII):
+        raise ValueError(f"--lanes-per-rank must be auto or a positive int, got {text!r}")
+    return int(text)
+
+
 def write_file(path: Path, text: str, option: str) -> None:
     """The file that an option names.  Raises ValueError, naming the option, where it cannot be written."""
     from gdncp import store  # imports torch

@@ -70,7 +70,7 @@ class PrefillConfig:
     fixup: Fixup = MISSING
     fold_span: int | None = MISSING
     finish: Finish = MISSING
-    lanes_per_rank: int = MISSING
+    lanes_per_rank: int | None = MISSING
     lanes_by: LanesBy = MISSING
     require_reproducible: bool = MISSING
     profile: str | None = MISSING

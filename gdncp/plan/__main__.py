@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gdncp.argument_parser import Parser, as_options, output_files, write_file
+from gdncp.argument_parser import Parser, as_options, lanes, output_files, write_file
 from gdncp.plan import PROFILES, PrefillPlan, find_profile, plan_prefill, terminal
 from gdncp.plan.svg import svg
 
@@ -39,7 +39,7 @@ def parser() -> Parser:
     p.add_argument("--head-dim", type=int, default=128)
     p.add_argument("--cp-chunk-len", type=int, help="tokens of a CP chunk; default: chosen by predicted time")
     p.add_argument("--first-cp-chunk-len", type=int, help="of each sequence's first CP chunk; default: no other")
-    p.add_argument("--lanes-per-rank", type=int, default=1)
+    p.add_argument("--lanes-per-rank", default="1", help="auto: two of heads where that is simulated to be faster")
     p.add_argument("--lanes-by", default="cp_chunks", help="what lanes divide: cp_chunks or heads")
     p.add_argument("--fixup", default="auto", help="auto, chain, all_gather, head_sharded or tree")
     p.add_argument("--fold-span", type=int, help="CP chunks whose maps are composed to one; default: chosen, or 1")
@@ -91,7 +91,7 @@ def _plan(args: argparse.Namespace) -> PrefillPlan:
         fixup=args.fixup,
         fold_span=args.fold_span,
         finish=args.finish,
-        lanes_per_rank=args.lanes_per_rank,
+        lanes_per_rank=lanes(args.lanes_per_rank),
         lanes_by=args.lanes_by,
         head_half_lives=_half_lives(args.head_half_lives, max(num_q_heads, num_v_heads)),
         forget_below=args.forget_below,

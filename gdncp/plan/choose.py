@@ -19,7 +19,7 @@ from gdncp.plan.stage_model import Kind, StageModel
 if TYPE_CHECKING:
     from gdncp.plan.prefill_plan import PrefillPlan
 
-_LEAST = 4 * CHUNK  # a shorter CP chunk is not chosen: what the model leaves out (tails, small launches) eats its gain
+LEAST = 4 * CHUNK  # a shorter CP chunk is not chosen: what the model leaves out (tails, small launches) eats its gain
 _GAIN = 0.03  # nor a split that gains less: what the model gets wrong
 _CLEARLY = 0.9  # the model cannot tell fixups apart that differ by less
 _PATIENCE = 24  # grids that are tried one after the other in vain
@@ -219,7 +219,7 @@ def _unequal(longest: int, grids: Sequence[layout.Grid], ratios: Sequence[float]
             length = _round_up(longest / (count - 1 + ratio))
             full = _round_up(longest) - (count - 1) * length  # of many cells each is rounded, and this bears it all
             for first in {full, _round_up(ratio * length)} if count > _MANY else {full}:
-                if min(first, length) >= _LEAST and first != length:
+                if min(first, length) >= LEAST and first != length:
                     refined.append(layout.Grid(first, length))
     return list(dict.fromkeys(refined))
 
@@ -228,7 +228,12 @@ def finer(plan: PrefillPlan) -> list[int]:
     """CP chunk lengths below the plan's of which a rank has one, two and four waves."""
     wave = max(plan.profile.workers // plan.num_state_heads, 1)
     lengths = [_round_up(plan.num_tokens_total / plan.world_size / (wave * k)) for k in (1, 2, 4)]
-    return [length for length in lengths if _LEAST <= length < plan.cp_chunk_len]
+    return [length for length in lengths if LEAST <= length < plan.cp_chunk_len]
+
+
+def half(cp_chunk_len: int) -> int:
+    """Half as long, on the grid of 64-token chunks."""
+    return _round_up(cp_chunk_len / 2)
 
 
 def unsplit(longest: int) -> int:
@@ -285,7 +290,7 @@ class _Search:
                 return {grid, *(n for n in lengths if grid % n == 0)}
         # a few CP chunks a rank, or what fills its workers: tables stay small
         most = len(self.seq_starts) + self.world_size * max(32, 4 * filling) * lanes
-        return {whole, *(n for n in lengths if _LEAST <= n < whole and self.seq_starts[-1] // n <= most)}
+        return {whole, *(n for n in lengths if LEAST <= n < whole and self.seq_starts[-1] // n <= most)}
 
     def seconds(self, grid: layout.Grid, model: StageModel) -> float:
         if not self.few:

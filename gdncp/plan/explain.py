@@ -21,6 +21,7 @@ def explain(plan: PrefillPlan) -> str:
         ("batch", _batch(plan)),
         ("layer", _layer(plan)),
         ("ranks", _ranks(plan)),
+        ("lanes", _lanes(plan)),
         ("CP chunks", _cp_chunks(plan)),
         ("crossing", _crossing(plan)),
         ("fixup", _fixup(plan)),
@@ -56,6 +57,10 @@ def _ranks(plan: PrefillPlan) -> str:
     idle = sum(not plan.num_tokens(rank) for rank in range(plan.world_size))
     without = f", {idle} of them without tokens" if idle else ""
     return f"{plan.world_size}, {plan.ownership} ownership{lanes}{without}"
+
+
+def _lanes(plan: PrefillPlan) -> str:
+    return plan.lanes_reason or f"{plan.lanes_per_rank}, as asked"
 
 
 def _cp_chunks(plan: PrefillPlan) -> str:

@@ -50,6 +50,7 @@ class PrefillPlan:
     profile: CostProfile
     runs: Runs  # who holds which tokens
     pieces: Segments  # over all ranks, as columns
+    lanes_reason: str = ""  # why there are as many lanes, where the planner chose; not part of the digest
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PrefillPlan) and self.digest == other.digest

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from gdncp.argument_parser import Parser, as_options, output_files, write_file
+from gdncp.argument_parser import Parser, as_options, lanes, output_files, write_file
 from gdncp.plan import LINKS, PROFILES, PrefillPlan, find_profile, plan_prefill
 from gdncp.plan.checks import FINISHES, FIXUPS, LANES_BY, OWNERSHIPS, word
 from gdncp.simulate import report, tables
@@ -50,7 +50,7 @@ def parser() -> Parser:
     p.add_argument("--cp-chunk-len", type=int, help="tokens of a CP chunk of ours; default: the planner's choice")
     p.add_argument("--finish", default="auto", help=f"of ours: auto, {', '.join(FINISHES)}")
     p.add_argument("--fold-span", type=int, help="of ours: CP chunks whose maps travel as one; default: the planner's")
-    p.add_argument("--lanes-per-rank", type=int, default=1, help="of ours")
+    p.add_argument("--lanes-per-rank", default="1", help="of ours; auto: the planner's choice")
     p.add_argument("--lanes-by", default="cp_chunks", help=f"what lanes divide: {', '.join(LANES_BY)}")
     p.add_argument("--gates", default="one", help=f"{', '.join(GATES)}: nothing forgets, half-lives 4 to 16384, as new")
     p.add_argument("--profile", default="h200", help=f"costs: {', '.join(PROFILES)}, or a .json file")
@@ -128,7 +128,7 @@ class Cases:
             "cp_chunk_len": args.cp_chunk_len,
             "finish": word("--finish", args.finish, ("auto", *FINISHES)),
             "fold_span": args.fold_span,
-            "lanes_per_rank": args.lanes_per_rank,
+            "lanes_per_rank": lanes(args.lanes_per_rank),
             "lanes_by": word("--lanes-by", args.lanes_by, LANES_BY),
             "profile": self.profile,
         }

@@ -262,6 +262,13 @@ def test_arguments_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert (tmp_path / "plan.svg").read_text(encoding="utf-8") == svg(plan)
 
 
+def test_lanes_may_be_the_planner_s(capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"num_q_heads": 4, "num_k_heads": 4, "num_v_heads": 8, "world_size": 2, "profile": "h200"}
+    plan = plan_prefill([5000], lanes_per_rank=None, **given)
+    arguments = ("--seq-lens", "5000", "--world-size", "2", "--heads", "4/8", "--lanes-per-rank", "auto")
+    assert plan.digest[:12] in run(capsys, *arguments) and plan.lanes_reason
+
+
 def test_lengths_from_a_file_explicit_ranges_and_three_head_counts(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -302,6 +309,8 @@ def test_lengths_from_a_file_explicit_ranges_and_three_head_counts(
         ("--seq-lens 5 --cp-chunk-len 100", ["--cp-chunk-len must be", "multiple", "100"]),
         ("--seq-lens 5 --first-cp-chunk-len 64", ["--first-cp-chunk-len must be None where --cp-chunk-len is"]),
         ("--seq-lens 5 --lanes-by head", ["--lanes-by must", "'head'"]),
+        ("--seq-lens 5 --lanes-per-rank many", ["--lanes-per-rank must be auto or a positive int, got 'many'"]),
+        ("--seq-lens 5 --lanes-per-rank 0", ["--lanes-per-rank must be a positive int", "0"]),
         ("--seq-lens 5 --fixup ring", ["--fixup must", "'ring'"]),
         ("--seq-lens 5 --fixup tree --require-reproducible", ["--fixup must not be 'tree'", "--require-reproducible"]),
         ("--seq-lens 9999999999999999999", ["--seq-lens must have at most"]),

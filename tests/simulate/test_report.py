@@ -41,6 +41,18 @@ def test_weak_scaling_and_peers(tmp_path: Path) -> None:
     assert all(case["efficiency"] < 1 for case in cases[2:])
 
 
+def test_ways_to_finish_spans_and_lanes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ways.json"
+    arguments = "--seq-lens 64K --gpus 1 2 --finish entry_late --fold-span 2 --lanes-per-rank 2 --lanes-by heads"
+    assert main([*arguments.split(), "--json", str(file)]) == 0
+    assert "late, spans 2, heads / 2" in capsys.readouterr().out
+    cases = json.loads(file.read_text())["cases"]
+    assert [case["way"] for case in cases] == ["spans 2, heads / 2", "late, spans 2, heads / 2"]
+    assert all(len(case["outcome"]["exchange"]) == case["gpus"] for case in cases)
+    assert main("--seq-lens 128K --gpus 2 --link 50:10 --lanes-per-rank auto --cp-chunk-len 8192".split()) == 0
+    assert "heads / 2" in capsys.readouterr().out
+
+
 def test_known_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check"]) == 0
     assert "0 by more than 15%" in capsys.readouterr().out
@@ -60,6 +72,10 @@ def test_batches() -> None:
         ("--heads 16", "--heads must be QK/V"),
         ("--fixup ring", "--fixup must be"),
         ("--ownership mine", "--ownership must be"),
+        ("--finish soon", "--finish must be"),
+        ("--fold-span 0", "--fold-span must be"),
+        ("--lanes-per-rank few", "--lanes-per-rank must be"),
+        ("--lanes-by head", "--lanes-by must be"),
         ("--gates two", "--gates must be"),
         ("--profile b200", "--profile must be"),
         ("--link fast", "--link must be"),
