@@ -127,7 +127,7 @@ def _call(
         state_checkpoints = torch.empty((kind.num_checkpoints, *kind.state_shape), dtype=torch.float32, device=device)
     return bind(
         kind,
-        layout_of_plan(plan, rank, device),
+        layout_of_plan(plan, rank, device, kind.state_shape[1]),
         TokenInputs(q, k, v, g, beta, kind.scale, gate_space, use_qk_l2norm_in_kernel, precision),
         StateIO(source, output_state, state_indices, final_state == "all"),
         output,

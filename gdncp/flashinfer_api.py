@@ -152,7 +152,7 @@ def chunk_gated_delta_rule(
         if world_size > 1:
             assert group is not None
             collectives.compare_digest_once(plan, group, backend=kind.backend.name)
-        layout = layout_of_plan(plan, rank, q.device)
+        layout = layout_of_plan(plan, rank, q.device, kind.state_shape[1])
 
     if output_final_state and output_state is None:
         output_state = new_states(num_sequences, kind.state_shape, q.device, world_size)

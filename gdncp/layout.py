@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from gdncp.backends.base import AffineMaps, Fold, FoldRuns
-from gdncp.collectives import chain
-from gdncp.plan import PrefillPlan, RankPlan
-from gdncp.work import WorkTable, from_cu_seqlens, from_rank_plan, num_stand_ins, stand_in_rows, upload
+from gdncp.collectives import chain, local
+from gdncp.collectives.fixup import tables_on
+from gdncp.plan import PrefillPlan
+from gdncp.work import WorkTable, from_cu_seqlens, from_rank_plan, num_stand_ins, upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +38,7 @@ class Layout:
     ends_all: bool = False  # so are final_sequences
     runs: FoldRuns | None = None  # what is folded without an exchange; None: nothing is
     exchange: tuple[chain.Round, ...] = ()  # of a chain in which states travel whole
+    fixup: tuple[Any, ...] = ()  # what stage 3 reads besides
     has_early: bool = False  # stage 4 of some items, or of some of their heads, need not wait for the exchange,
     has_late: bool = True  # and of others it has to
     num_stand_ins: int = 0  # rows of the entry states behind those of items, see `stand_in_rows`
@@ -92,18 +94,22 @@ def _tensors(x: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-_CACHE: OrderedDict[tuple[str, int, torch.device], _Cached] = OrderedDict()
+_CACHE: OrderedDict[tuple[str, int, torch.device, int], _Cached] = OrderedDict()
 _CACHE_SIZE = 128  # layouts are a few KiB each; keyed by the plan's digest, so an entry cannot go stale
 _LOCK = Lock()  # of the cache
 
 
-def layout_of_plan(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
-    """The exact layout of `rank`; copied to the device once per (plan, rank, device) without waiting for it.
+def layout_of_plan(plan: PrefillPlan, rank: int, device: torch.device, v_dim: int | None = None) -> Layout:
+    """The exact layout of `rank`; copied to the device once, without waiting for it.
+
+    Args:
+        v_dim: the head dim of values; None: that of keys.
 
     Raises:
         RuntimeError: while a CUDA graph is captured, for a plan that has not run before: its tables cannot be copied.
     """
-    key, on_gpu = (plan.digest, rank, device), device.type == "cuda"
+    v_dim = v_dim or plan.head_dim
+    key, on_gpu = (plan.digest, rank, device, v_dim), device.type == "cuda"
     capturing = on_gpu and torch.cuda.is_current_stream_capturing()
     with _LOCK:
         cached = _CACHE.get(key)
@@ -112,7 +118,7 @@ def layout_of_plan(plan: PrefillPlan, rank: int, device: torch.device) -> Layout
                 raise RuntimeError(
                     f"the plan's tables are not on {device} yet: call gdncp.warmup, or run once, before a capture"
                 )
-            cached = _CACHE[key] = _Cached(_build(plan, rank, device), device)
+            cached = _CACHE[key] = _Cached(_build(plan, rank, device, v_dim), device)
             _make_room()
         _CACHE.move_to_end(key)
         if capturing:
@@ -149,8 +155,9 @@ def _make_room() -> None:
         _CACHE.pop(key).drop()
 
 
-def _build(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
+def _build(plan: PrefillPlan, rank: int, device: torch.device, v_dim: int) -> Layout:
     share, late = plan.rank_plan(rank), plan.finish == "entry_late"
+    folds_here = late or not plan.crosses_ranks
     first = [(row, chunk.sequence) for row, chunk in enumerate(share.items) if chunk.is_first]
     rows = upload(
         {
@@ -161,7 +168,8 @@ def _build(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
         device,
     )
     layout = Layout(
-        runs=_runs(share, device) if plan.fold_span == 1 and (late or not plan.crosses_ranks) else None,
+        runs=local.tables_on(plan, rank, device).links.runs if folds_here and plan.fold_span == 1 else None,
+        fixup=tables_on(plan, rank, device, v_dim),
         exchange=chain.rounds_on(plan, rank, device) if plan.crosses_ranks and plan.fixup == "chain" else (),
         has_early=late and any(s.previous is None or s.num_items > 1 for s in share.segments),
         has_late=not late or any(s.previous is not None for s in share.segments),
@@ -184,18 +192,6 @@ def _build(plan: PrefillPlan, rank: int, device: torch.device) -> Layout:
     # with `late` they are computed on the device: now, before another stream or a graph's capture asks for them
     _ = layout.tables_from_zeros
     return layout
-
-
-def _runs(share: RankPlan, device: torch.device) -> FoldRuns:
-    rows = dict(zip(share.segments, stand_in_rows(share), strict=True))
-    segments = [s for s in share.segments if s.num_items > 1]
-    columns = {
-        "entry_row": [rows[s] for s in segments],
-        "map_row": [share.map_rows[s.first_item] for s in segments],
-        "num_steps": [s.num_items - 1 for s in segments],
-        "starts": [1 if s.previous is None else -1 for s in segments],
-    }
-    return FoldRuns(num_runs=len(segments), **upload(columns, device))
 
 
 def layout_of_cu_seqlens(

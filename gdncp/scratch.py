@@ -47,6 +47,10 @@ class Scratch:
         self._memory = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
         self.address = self._memory.data_ptr()
 
+    def flat(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it as one tensor: a field begins at its offset over the size of an element."""
+        return self._memory.view(dtype)
+
     def tensor(self, name: str) -> torch.Tensor:
         """A view, which keeps all of the allocation in memory."""
         shape, dtype, offset = self.layout.fields[name]

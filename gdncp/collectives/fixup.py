@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gdncp.backends.base import AffineMaps, Fold
+from gdncp.backends.base import AffineMaps, Fold, maps_layout
 from gdncp.collectives import all_gather, chain, head_sharded, local, tree
-from gdncp.collectives.spans import compose, fold_in_spans, spans_of
+from gdncp.collectives.parcels import shape_of
+from gdncp.collectives.spans import InSpans, compose, composing_on, fold_in_spans, in_spans_on, spans_of
 from gdncp.collectives.wire import Wire, world_group
 from gdncp.plan import PrefillPlan
 
@@ -83,14 +86,45 @@ def state_fixup(
     if plan.fold_span == 1:
         STRATEGIES[plan.fixup](wire, plan, rank, maps, entry_states, fold)
     else:
-        spans = spans_of(plan, rank)
-        states = entry_states.new_empty(len(spans), *entry_states.shape[1:])
+        states = entry_states.new_empty(len(spans_of(plan, rank)), *entry_states.shape[1:])
         STRATEGIES[plan.fixup](wire, plan, rank, composed or compose(plan, rank, maps, fold), states, fold)
-        segments = plan.rank_plan(rank).segments
-        filled = [plan.finish == "entry_first" or segment.previous is not None for segment in segments]
-        of_spans = ((span, state) for span, state in zip(spans, states, strict=True) if filled[span.segment])
-        fold_in_spans(of_spans, [segment.first_item for segment in segments], maps, entry_states, fold)
+        fold_in_spans(_in_spans(plan, rank, entry_states.device), states, maps, entry_states, fold)
     return stats_of(wire, plan.fixup)
+
+
+@lru_cache(256)  # plans are compared by their digest
+def _in_spans(plan: PrefillPlan, rank: int, device: torch.device) -> InSpans:
+    """What is left when the entry states of spans are known; of those that `fold_here` does not fill."""
+    segments, spans = plan.rank_plan(rank).segments, spans_of(plan, rank)
+    late = plan.finish == "entry_late"
+    filled = [None if late and segments[span.segment].previous is None else True for span in spans]
+    return in_spans_on(spans, filled, [segment.first_item for segment in segments], device)
+
+
+def tables_on(plan: PrefillPlan, rank: int, device: torch.device, v_dim: int) -> tuple[Any, ...]:
+    """All that `state_fixup` and `fold_here` read on the device, copied there once, without waiting for it.
+
+    Each is made where it is missed; here, so that this is before a capture, and on the stream that others wait for.
+    """
+    spanned = plan.fold_span > 1
+    tables: list[Any] = [composing_on(plan, rank, device)] if spanned else []
+    if plan.finish == "entry_late" or not plan.crosses_ranks:
+        tables.append(local.tables_on(plan, rank, device))
+    if not plan.crosses_ranks:
+        return tuple(tables)
+    if spanned:
+        tables.append(_in_spans(plan, rank, device))
+    if plan.fixup == "chain":
+        tables.append(chain.rounds_on(plan, rank, device))
+    if plan.fixup == "tree":
+        tables.append(tree.filling_on(plan, rank, device))
+    if plan.fixup in ("all_gather", "head_sharded"):
+        strategy = all_gather if plan.fixup == "all_gather" else head_sharded
+        num_maps = sum(span.row >= 0 for span in spans_of(plan, rank)) if spanned else plan.rank_plan(rank).num_maps
+        for start, stop in plan.head_groups:
+            layout = maps_layout(num_maps, stop - start, plan.head_dim, v_dim)
+            tables.append(strategy.tables_on(plan, rank, device, *shape_of(layout)))
+    return tuple(tables)
 
 
 def stats_of(wire: Wire, strategy: str) -> FixupStats:

@@ -1,17 +1,103 @@
-"""The left fold that every strategy shares: one map at a time in sequence order, batched over runs that are alike."""
+"""The left fold that every strategy shares: one map at a time in sequence order, stretches of maps side by side.
+
+Where a backend's fold takes whole runs (`RunFold`) that is one launch; else one for each step of runs that are alike.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from gdncp.backends.base import AffineMaps, Fold
+from gdncp.backends.base import AffineMaps, Fold, FoldRuns
+from gdncp.backends.base import folds_runs as takes_runs
 from gdncp.collectives.schedule import Link
+from gdncp.work import upload
 
 # Runs per call of the fold.  Gathering a batch copies its transitions, 64 KiB a head of 128: this bounds the scratch.
 MAX_BATCH = 16
+
+
+class Stretch(NamedTuple):
+    """A run of `gdncp.backends.base.FoldRuns`, by its rows on the host."""
+
+    entry_row: int
+    map_row: int
+    num_steps: int
+    starts: int  # 1: it starts its sequence; -1: from zeros
+    num_fills: int
+    exit_row: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Stretches:
+    """What one launch folds."""
+
+    rows: tuple[Stretch, ...]
+    runs: FoldRuns | None = None  # the same on the device; None: on the host alone
+
+
+def stretches_on(stretches: Iterable[Stretch], device: torch.device) -> Stretches:
+    """Copied to the device without waiting for it.  What has nothing to fold is left out."""
+    rows = tuple(stretch for stretch in stretches if stretch.num_steps)
+    names = list(Stretch._fields)
+    if all(stretch.num_fills == stretch.num_steps and stretch.exit_row < 0 for stretch in rows):
+        names = names[:4]  # what `FoldRuns` takes where all is filled and nothing leaves
+    columns = {name: [getattr(stretch, name) for stretch in rows] for name in names}
+    return Stretches(rows, FoldRuns(num_runs=len(rows), **upload(columns, device)))
+
+
+def inside(links: Iterable[Link], entered: bool = True) -> list[Stretch]:
+    """From the entry state of each link of a rank to those of its other CP chunks.
+
+    entered: the entry state is known; else zeros take its place.
+    """
+    return [
+        Stretch(link.item, link.row, steps, 1 if link.starts else entered - 1, steps)
+        for link in links
+        if (steps := link.num_maps - (link.next_rank is not None))  # its last map leads out of the link
+    ]
+
+
+def fold_stretches(
+    stretches: Stretches,
+    maps: AffineMaps,
+    entry_states: torch.Tensor,
+    fold: Fold,
+    exits: torch.Tensor | None = None,
+) -> None:
+    """Fill `entry_states` [items, H, V, K], and `exits` [.., H, V, K] where stretches have them, in place."""
+    if not stretches.rows:
+        return
+    if stretches.runs is not None and takes_runs(fold):
+        fold.fold_runs(maps, entry_states, stretches.runs, exits)
+        return
+    fold_runs([_run(stretch, maps, entry_states, exits) for stretch in stretches.rows], fold)
+
+
+def _run(stretch: Stretch, maps: AffineMaps, entry_states: torch.Tensor, exits: torch.Tensor | None) -> Run:
+    entry, row, num_steps, starts, num_fills, exit_row = stretch
+    outs: list[torch.Tensor | None] = [entry_states[entry + 1 + j] if j < num_fills else None for j in range(num_steps)]
+    if exit_row >= 0:
+        assert exits is not None and num_fills < num_steps
+        outs[-1] = exits[exit_row]
+    steps = [
+        Step(None if starts > 0 and j == 0 else maps.transition[row + j], maps.local_state[row + j], outs[j])
+        for j in range(num_steps)
+    ]
+    if starts > 0:
+        return Run(None, steps)
+    return Run(torch.zeros_like(entry_states[0]) if starts < 0 else entry_states[entry], steps)
+
+
+def fold_inside(links: Iterable[Link], maps: AffineMaps, entry_states: torch.Tensor, fold: Fold) -> None:
+    """The stretches `inside` links, one map at a time."""
+    fold_stretches(Stretches(tuple(inside(links))), maps, entry_states, fold)
+
+
+# ---- one map at a time
 
 
 class Step(NamedTuple):
@@ -77,22 +163,6 @@ def _stack(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
-def link_steps(
-    link: Link,
-    transitions: torch.Tensor,  # [.., H, K, K]; the link's begin at `transition`, without a first CP chunk's
-    transition: int,
-    local_states: torch.Tensor,  # [.., H, V', K]; the link's begin at `local_state`
-    local_state: int,
-    outs: Sequence[torch.Tensor | None],
-) -> list[Step]:
-    """A link's maps as steps; `outs[j]` takes the state after its map j."""
-    skip = int(link.starts)
-    return [
-        Step(None if j < skip else transitions[transition + j - skip], local_states[local_state + j], outs[j])
-        for j in range(link.num_maps)
-    ]
-
-
 def own_steps(
     link: Link,
     maps: AffineMaps,
@@ -106,28 +176,17 @@ def own_steps(
 
     `exit_out` takes the state that the link hands on; a link that ends its sequence hands none on.
     """
-    inside = link.num_maps - (link.next_rank is not None)
-    outs: list[torch.Tensor | None] = [None] * inside
+    num_inside = link.num_maps - (link.next_rank is not None)
+    outs: list[torch.Tensor | None] = [None] * num_inside
     if fill:
-        outs = [entry_states[link.item + 1 + j][:, rows] for j in range(inside)]
+        outs = [entry_states[link.item + 1 + j][:, rows] for j in range(num_inside)]
     if link.next_rank is not None:
         outs.append(exit_out)
-    return link_steps(link, maps.transition, link.row + link.starts, maps.local_state[:, :, rows], link.row, outs)
-
-
-def fold_inside(
-    links: Iterable[Link], maps: AffineMaps, entry_states: torch.Tensor, fold: Fold, entered: bool = True
-) -> None:
-    """From the entry state of each link of this rank to those of its other CP chunks, in place.
-
-    entered: the entry state is known; else zeros take its place.
-    """
-    runs = []
-    for link in links:
-        steps = own_steps(link, maps, entry_states)
-        if link.next_rank is not None:
-            steps.pop()  # its last map leads out of the link
-        if steps:
-            state = entry_states[link.item] if entered else torch.zeros_like(entry_states[0])
-            runs.append(Run(None if link.starts else state, steps))
-    fold_runs(runs, fold)
+    return [
+        Step(
+            None if link.starts and j == 0 else maps.transition[link.row + j],
+            maps.local_state[link.row + j][:, rows],
+            out,
+        )
+        for j, out in enumerate(outs)
+    ]

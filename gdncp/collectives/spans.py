@@ -6,16 +6,17 @@ the span's.  How maps are associated is a function of the grid alone, so the bit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from gdncp.backends.base import AffineMaps, Fold
-from gdncp.collectives.folding import Run, Step, fold_runs
+from gdncp.collectives.folding import Stretch, Stretches, fold_stretches, stretches_on
 from gdncp.plan import PrefillPlan
 from gdncp.plan.layout import span_bounds
+from gdncp.work import upload
 
 
 class Span(NamedTuple):
@@ -46,51 +47,78 @@ def spans_of(plan: PrefillPlan, rank: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
+class Composing(NamedTuple):
+    """What becomes of the maps of spans that something follows, by rows on a device."""
+
+    local_states: Stretches  # from each span's first local state, of a sequence's first CP chunk its exit state
+    transitions: Stretches  # from its first transition; of spans that do not start their sequence
+    alone: tuple[Span, ...]  # of these, those of one CP chunk: off the grid of spans
+
+
+@lru_cache(256)  # plans are compared by their digest
+def composing_on(plan: PrefillPlan, rank: int, device: torch.device) -> Composing:
+    """Copied to the device once, without waiting for it."""
+    composed = [span for span in spans_of(plan, rank) if span.row >= 0]
+    later = [span for span in composed if not span.starts]
+    return Composing(
+        stretches_on([Stretch(0, span.map_row, span.num_items, 1, 0, span.row) for span in composed], device),
+        stretches_on([Stretch(s.map_row, s.map_row + 1, s.num_items - 1, 0, 0, s.row) for s in later], device),
+        tuple(span for span in later if span.num_items == 1),
+    )
+
+
 def compose(plan: PrefillPlan, rank: int, maps: AffineMaps, fold: Fold) -> AffineMaps:
     """One map per span that something follows; row `Span.row`.  Only transitions and local states are filled.
 
     Transitions are folded like states, with nothing to add: a span's is zero where one of its maps dropped its own.
     """
-    num_heads, v_dim, k_dim = maps.local_state.shape[1:]
-    composed = [span for span in spans_of(plan, rank) if span.row >= 0]
-    made = AffineMaps.empty(len(composed), num_heads, k_dim, v_dim, maps.local_state.device)
-    nothing = maps.local_state.new_zeros(num_heads, k_dim, k_dim)
-    runs, outs = [], []
-    for span in composed:
-        transitions, local_states = (x[span.map_row :][: span.num_items] for x in (maps.transition, maps.local_state))
-        steps = [Step(m, n, None) for m, n in zip(transitions[1:], local_states[1:], strict=True)]
-        runs.append(Run(local_states[0], steps))  # of a sequence's first CP chunk: its exit state
-        outs.append(made.local_state[span.row])
-        if not span.starts:
-            runs.append(Run(transitions[0], [step._replace(local_state=nothing) for step in steps]))
-            outs.append(made.transition[span.row])
-    for out, after in zip(outs, fold_runs(runs, fold), strict=True):
-        out.copy_(after)
+    num_maps, num_heads, v_dim, k_dim = maps.local_state.shape
+    device = maps.local_state.device
+    local_states, transitions, alone = composing_on(plan, rank, device)
+    num_composed = sum(span.row >= 0 for span in spans_of(plan, rank))
+    made = AffineMaps.empty(num_composed, num_heads, k_dim, v_dim, device)
+    fold_stretches(local_states, maps, maps.local_state, fold, exits=made.local_state)
+    if transitions.rows:
+        adds_nothing = AffineMaps.empty(num_maps, num_heads, k_dim, k_dim, device)
+        adds_nothing.transition.copy_(maps.transition)
+        adds_nothing.local_state.zero_()
+        fold_stretches(transitions, adds_nothing, maps.transition, fold, exits=made.transition)
+    for span in alone:
+        made.transition[span.row].copy_(maps.transition[span.map_row])
     return made
 
 
-def fold_in_spans(
-    spans: Iterable[tuple[Span, torch.Tensor | None]],
-    rows: Sequence[int],
-    maps: AffineMaps,
-    entry_states: torch.Tensor,
-    fold: Fold,
-) -> None:
-    """From the entry state of spans [H, V, K] to those of all their CP chunks, into `entry_states`.
+class InSpans(NamedTuple):
+    """From entry states of spans to those of all their CP chunks, by rows on a device."""
 
-    rows: per segment of the rank the row of its first CP chunk.  None for an entry state: zeros stand for it, and are
-    not written.
+    spans: torch.Tensor  # whose entry states are known and not yet among those of CP chunks
+    rows: torch.Tensor  # where they belong there
+    folds: Stretches
+
+
+def in_spans_on(
+    spans: Sequence[Span], known: Sequence[bool | None], rows: Sequence[int], device: torch.device
+) -> InSpans:
+    """For a rank's spans; zeros stand for entry states that are not known, and are not written.
+
+    known: per span, whether the state that enters it is; of one that starts its sequence it is in place.  None: the
+    span is left out.  rows: per segment of the rank the row of its first CP chunk.
     """
-    runs = []
-    for span, state in spans:
-        row, steps = rows[span.segment] + span.first, []
-        if state is not None and not span.starts:
-            entry_states[row].copy_(state)
-        for j in range(span.num_items - 1):
-            begins = span.starts and j == 0
-            at = span.map_row + j
-            steps.append(Step(None if begins else maps.transition[at], maps.local_state[at], entry_states[row + 1 + j]))
-        if steps:
-            entered = torch.zeros_like(entry_states[0]) if state is None and not span.starts else state
-            runs.append(Run(None if span.starts else entered, steps))
-    fold_runs(runs, fold)
+    entered, folds = [], []
+    for number, (span, is_known) in enumerate(zip(spans, known, strict=True)):
+        if is_known is not None:
+            row, steps = rows[span.segment] + span.first, span.num_items - 1
+            if is_known and not span.starts:
+                entered.append((number, row))
+            folds.append(Stretch(row, span.map_row, steps, 1 if span.starts else is_known - 1, steps))
+    columns = upload({"spans": [number for number, _ in entered], "rows": [row for _, row in entered]}, device)
+    return InSpans(folds=stretches_on(folds, device), **columns)
+
+
+def fold_in_spans(
+    inside: InSpans, states: torch.Tensor, maps: AffineMaps, entry_states: torch.Tensor, fold: Fold
+) -> None:
+    """`states`: those that enter spans, [spans, H, V, K]."""
+    if inside.spans.numel():
+        entry_states.index_copy_(0, inside.rows, states.index_select(0, inside.spans))
+    fold_stretches(inside.folds, maps, entry_states, fold)

@@ -6,12 +6,13 @@ are tied to the ownership: outside the promise of the other strategies.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from gdncp.backends.base import AffineMaps, Fold
-from gdncp.collectives.folding import Run, Step, fold_inside, fold_runs, own_steps
+from gdncp.collectives.folding import Run, Step, Stretches, fold_runs, fold_stretches, inside, own_steps, stretches_on
 from gdncp.collectives.schedule import Link, crossing_routes, links_to_fill, tree_rounds
 from gdncp.collectives.wire import Wire
 from gdncp.plan import PrefillPlan
@@ -53,8 +54,14 @@ def run(wire: Wire, plan: PrefillPlan, rank: int, maps: AffineMaps, entry_states
             held |= _after(arrived, held, nothing, fold)
     for link, composed in held.items():
         entry_states[link.item].copy_(composed.local_state)
-    fold_inside(links_to_fill(plan, rank), maps, entry_states, fold)
+    fold_stretches(filling_on(plan, rank, entry_states.device), maps, entry_states, fold)
     wire.finish()
+
+
+@lru_cache(256)  # plans are compared by their digest
+def filling_on(plan: PrefillPlan, rank: int, device: torch.device) -> Stretches:
+    """Inside the rank's segments; copied to the device once, without waiting for it."""
+    return stretches_on(inside(links_to_fill(plan, rank)), device)
 
 
 def _compose(

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from gdncp.plan.prefill_plan import PrefillPlan
 
 STAGES = ("precompute_t", "precompute_mn", "state_fixup", "cp_prefill")
-SPAN_LAUNCHES = 4  # a step inside spans: many at a time are folded, which takes three copies more
 
 
 # ---- stage 3
@@ -78,17 +77,23 @@ def fold_seconds(profile: CostProfile, depth: int, num_maps: float, num_heads: f
     return depth * profile.fold_launch_s + num_maps * num_heads * profile.fold_head_s * (head_dim / 128) ** 3
 
 
+def span_launches(profile: CostProfile) -> int:
+    """What a step inside spans takes: many are folded at a time, by three copies more where no launch takes runs."""
+    return 1 if profile.folds_runs else 4
+
+
 def fixup_seconds(profile: CostProfile, load: FixupLoad) -> dict[str, float]:
     """Strategy -> seconds from when all ranks have their maps until the last one has its entry states.
 
     The same rounds as the program's, with the slowest rank's work in each: `gdncp.simulate` has them rank by rank.
     """
     strategies = {"chain": _chain, "all_gather": _all_gather, "head_sharded": _head_sharded, "tree": _tree}
-    # spans: maps are composed, each two folds, and in the end folded one by one again
+    # spans: maps are composed, each two folds after each other, and in the end folded one by one again
     inside = 0.0
     if load.fold_span > 1:
         depth, count = min(load.fold_span, load.cp_chunks_per_rank) - 1, load.cp_chunks_per_rank
-        inside = sum(_fold(profile, load, SPAN_LAUNCHES * depth, times * count) for times in (2, 1))
+        steps = span_launches(profile) * depth
+        inside = sum(_fold(profile, load, times * steps, times * count) for times in (2, 1))
     return {name: seconds(profile, load) + inside for name, seconds in strategies.items()}
 
 

@@ -26,8 +26,9 @@ from gdncp.collectives.schedule import (
 )
 from gdncp.collectives.spans import Span, spans_of
 from gdncp.plan import PrefillPlan
-from gdncp.plan.cost import SPAN_LAUNCHES, fold_seconds
+from gdncp.plan.cost import fold_seconds, span_launches
 from gdncp.plan.overlap import EXCHANGE_WORKERS
+from gdncp.plan.profiles import CostProfile
 from gdncp.plan.stage_model import Units
 from gdncp.simulate.engine import Event, Process
 from gdncp.simulate.gpu import NORMAL
@@ -47,6 +48,11 @@ def fold_launches(runs: Iterable[range]) -> int:
         launches += (position - previous) * -(-live // MAX_BATCH)
         live, previous = live + more, position
     return launches
+
+
+def fold_steps(profile: CostProfile, runs: Sequence[range]) -> int:
+    """What takes `fold_launch_s`: calls of the fold, or the steps of the longest of runs that one call takes whole."""
+    return max(map(len, runs), default=0) if profile.folds_runs else fold_launches(runs)
 
 
 def folded(link: Link) -> range:
@@ -97,7 +103,8 @@ class Rank:
         heads = self.num_heads if heads is None else heads
         runs = [run for run in runs if run]  # a sequence of one CP chunk has nothing to fold
         maps = sum(map(len, runs))
-        seconds = fold_seconds(profile, copies * fold_launches(runs), maps, heads, plan.head_dim)
+        steps = copies * fold_steps(profile, runs)
+        seconds = fold_seconds(profile, steps, maps, heads, plan.head_dim)
         # a program per head and 16 rows of V, as long as there are workers
         programs = min(-(-int(heads * len(runs) * plan.head_dim) // FOLD_ROWS), profile.workers)
         return self.machine.gpus[self.rank].launch([Units(programs, seconds)], self._priority)
@@ -105,14 +112,16 @@ class Rank:
     def fold_inside(self, links: Iterable[Link]) -> Event:
         return self.fold(range(link.starts, link.num_maps - (link.next_rank is not None)) for link in links)
 
-    def compose(self) -> Event:
-        """Maps of spans: local states first, and transitions with them."""
+    def compose(self) -> Process:
+        """Maps of spans: local states, then transitions."""
         spans = [span for span in spans_of(self.plan, self.rank) if span.row >= 0]
-        runs = [range(span.num_items - 1) for span in spans for _ in range(2 - span.starts)]
-        return self.fold(runs, copies=SPAN_LAUNCHES)
+        copies = span_launches(self.machine.profile)
+        yield self.fold([range(span.num_items - 1) for span in spans], copies=copies)
+        yield self.fold([range(span.num_items - 1) for span in spans if not span.starts], copies=copies)
 
     def fold_in_spans(self, spans: Iterable[Span]) -> Event:
-        return self.fold([range(int(span.starts), span.num_items - 1) for span in spans], copies=SPAN_LAUNCHES)
+        runs = [range(int(span.starts), span.num_items - 1) for span in spans]
+        return self.fold(runs, copies=span_launches(self.machine.profile))
 
     def starting(self) -> Iterable[Link]:
         return (link for link in links_to_fill(self.plan, self.rank) if link.starts)
@@ -190,14 +199,12 @@ def chain(at: Rank) -> Process:
 
 @lru_cache(8)
 def _before(plan: PrefillPlan) -> tuple[tuple[range, ...], ...]:
-    """Per rank: for each crossing route of which it has a link past the first, the maps to fold before its last."""
+    """Per rank: for each of its links past the first of a crossing route, the maps to fold before it."""
     runs: list[list[range]] = [[] for _ in range(plan.world_size)]
     for route in crossing_routes(plan):
         maps = list(accumulate((link.num_maps for link in route[:-1]), initial=0))
-        last = {link.rank: link.depth for link in route}  # ascending depths: the deepest stays
-        for rank, depth in last.items():
-            if depth:
-                runs[rank].append(range(1, maps[depth]))
+        for link in route[1:]:
+            runs[link.rank].append(range(1, maps[link.depth]))
     return tuple(map(tuple, runs))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gdncp.collectives.schedule import arrivals, head_range, manifests, own_links
+from gdncp.collectives.schedule import arrivals, crossing_routes, head_range, manifests, own_links
 from gdncp.collectives.spans import spans_of
 from gdncp.plan import PrefillPlan
 from gdncp.plan.checks import CHUNK
@@ -31,6 +31,8 @@ def fixup_bytes(plan: PrefillPlan, rank: int) -> int:
     if plan.fold_span > 1:
         spans = spans_of(plan, rank)
         inside += len(spans) + 2 * sum(span.row >= 0 for span in spans)
+        if any(span.row >= 0 and not span.starts for span in spans):  # to compose transitions: those, and zeros
+            inside += 2 * plan.rank_plan(rank).num_maps
     if plan.finish == "entry_late":
         inside += num_stand_ins(plan.rank_plan(rank)) + (len(spans_of(plan, rank)) if plan.fold_span > 1 else 0)
     return inside * state + (_exchange_bytes(plan, rank) if plan.crosses_ranks else 0)
@@ -46,11 +48,24 @@ def _exchange_bytes(plan: PrefillPlan, rank: int) -> int:
         return 3 * len(links) * 2 * heads * head
     shipped = _shipped(plan)
     if plan.fixup == "all_gather":
-        return (world + 1) * max(shipped) * heads * head
+        # what is sent and received, then the maps before its segments in order
+        return ((world + 1) * max(shipped) + 2 * _maps_before(plan, rank)) * heads * head
     start, stop = head_range(rank, world, heads)
     entries = sum(map(len, arrivals(plan)))
     own = len(arrivals(plan)[rank])
-    return (shipped[rank] * heads + (sum(shipped) + entries) * (stop - start) + own * heads) * head
+    num_maps = sum(manifest.num_local_states for manifest in manifests(plan))
+    # of its share: all maps as they come, in order, the states after them and those that it sends back
+    share = sum(shipped) + 3 * num_maps + 1 + entries
+    return (shipped[rank] * heads + share * (stop - start) + own * heads) * head
+
+
+def _maps_before(plan: PrefillPlan, rank: int) -> int:
+    """Of crossing sequences, before the last segment that the rank has of each."""
+    before = 0
+    for route in crossing_routes(plan):
+        last = max((link.depth for link in route if link.rank == rank), default=0)
+        before += sum(link.num_maps for link in route[:last])
+    return before
 
 
 def _shipped(plan: PrefillPlan) -> list[int]:

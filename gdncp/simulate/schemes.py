@@ -70,7 +70,7 @@ class _Run:
         yield from self._stage(launches.precompute_mn)
         begun = self._machine.engine.now
         if crosses and self._plan.fold_span > 1:
-            yield self._here.compose()
+            yield from self._here.compose()
         if self._plan.finish == "entry_first":
             yield from state_fixup(self._here) if crosses else local(self._here)
             self.exchange = begun, self._machine.engine.now

@@ -64,7 +64,7 @@ def test_what_graphs_read_is_kept_until_it_is_released(monkeypatch):
     kept = []
     for p in plans:
         kept.append(layout.layout_of_plan(p, 0, CPU))
-        layout._CACHE[p.digest, 0, CPU].captured = True
+        layout._CACHE[p.digest, 0, CPU, p.head_dim].captured = True
     layout.layout_of_plan(plan(640), 0, CPU)
     assert [layout.layout_of_plan(p, 0, CPU) for p in plans] == kept
     assert gdncp.release_captured(plans[1]) == 1 and gdncp.release_captured(plans[1]) == 0

@@ -32,11 +32,20 @@ class BlockFold:
 
 
 class RunsFold(BlockFold):
-    """One that takes whole runs."""
+    """One that takes whole runs, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.run_launches = self.single_launches = 0
+
+    def __call__(self, state: torch.Tensor, transition: torch.Tensor, local_state: torch.Tensor) -> torch.Tensor:
+        self.single_launches += 1
+        return super().__call__(state, transition, local_state)
 
     def fold_runs(
         self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns, exits: torch.Tensor | None = None
     ) -> None:
+        assert runs.num_runs == len(runs.entry_row)
+        self.run_launches += 1
         for run in range(runs.num_runs):
             entry, row, steps, starts = (
                 int(x[run]) for x in (runs.entry_row, runs.map_row, runs.num_steps, runs.starts)
@@ -46,7 +55,7 @@ class RunsFold(BlockFold):
             state = torch.zeros_like(entry_states[0]) if starts < 0 else entry_states[entry].clone()
             for j in range(steps):
                 local = maps.local_state[row + j]
-                state = local if starts > 0 and j == 0 else self(state, maps.transition[row + j], local)
+                state = local if starts > 0 and j == 0 else super().__call__(state, maps.transition[row + j], local)
                 if j < fills:
                     entry_states[entry + j + 1] = state
             if leave >= 0:
@@ -71,7 +80,12 @@ def fold_for(device: str) -> BlockFold | ElementwiseFold:
 
 
 def make_plan(
-    seq_lens: Sequence[int], world_size: int, ownership: Any = "contiguous", fixup: str = "auto"
+    seq_lens: Sequence[int],
+    world_size: int,
+    ownership: Any = "contiguous",
+    fixup: str = "auto",
+    fold_span: int = 1,
+    finish: str = "entry_first",  # all entry states by the exchange
 ) -> PrefillPlan:
     return plan_prefill(
         seq_lens,
@@ -83,7 +97,8 @@ def make_plan(
         head_dim=K_DIM,
         cp_chunk_len=CP_CHUNK_LEN,
         fixup=fixup,
-        finish="entry_first",  # all entry states by the exchange
+        fold_span=fold_span,
+        finish=finish,
     )
 
 

@@ -111,7 +111,10 @@ def test_nccl_ranks_eager_and_captured(target):
     for name, ownership in product(BATCHES, ("contiguous", "zigzag")):
         one = plan_for(BATCHES[name], 1, dim)
         expected = gather(one, _shares(0, [(one, name, "mixed")], target))
-        plans = [(late_plan(name, world_size, ownership, dim, fixup=fixup), name, "mixed") for fixup in FIXUPS[:3]]
+        plans = [
+            (late_plan(name, world_size, ownership, dim, fixup=fixup, finish=finish), name, "mixed")
+            for fixup, finish in product(FIXUPS[:3], ("entry_late", "entry_first"))
+        ]
         for run in (_shares, _captured):
             shares = run_ranks(run, world_size, plans, target, backend="nccl")
             for (plan, *_), of_ranks in zip(plans, zip(*shares, strict=True), strict=True):
@@ -277,7 +280,7 @@ def test_dropped_entry_states_memory_is_not_given_away():
 
 def test_tables_of_early_parts_are_there_before_a_second_stream_or_a_capture_asks(monkeypatch):
     plan = late_plan("one long", 3, "contiguous", 32)
-    found = layout._build(plan, 1, torch.device("cpu"))
+    found = layout._build(plan, 1, torch.device("cpu"), 32)
     monkeypatch.setattr(torch, "where", None)
     assert all(table.before_exchange.early is not None for table in found.tables_from_zeros)
 
@@ -296,16 +299,17 @@ def test_the_plan_says_how_it_finishes():
 
 def test_auto_takes_it_where_the_exchange_hides():
     layer = {"num_q_heads": 16, "num_k_heads": 16, "num_v_heads": 32, "world_size": 8}
+    few = {"num_q_heads": 4, "num_k_heads": 4, "num_v_heads": 8, "world_size": 2, "head_half_lives": [2.0] * 8}
     h200 = PROFILES["h200"]
 
     def total(plan: gdncp.PrefillPlan) -> float:
         return max(map(sum, zip(*plan.predicted.values(), strict=True)))
 
-    # programs of stage 4 on all SMs would keep the exchange waiting
-    for workers, expected in ((2 * h200.workers, "entry_late"), (h200.workers, "entry_first")):
-        choices = {"head_half_lives": [2.0] * 32, "profile": replace(h200, workers=workers), **layer}
-        plan = gdncp.plan_prefill([1 << 17], **choices)
+    # 16 CP chunks a rank; their 128 programs of stage 4 on all workers would keep the exchange waiting
+    for workers, expected in ((132, "entry_late"), (128, "entry_first")):
+        choices = {"profile": replace(h200, workers=workers), **few}
+        plan = gdncp.plan_prefill([1 << 16], **choices)
         assert plan.finish == expected
-        assert total(plan) <= total(gdncp.plan_prefill([1 << 17], finish="entry_first", **choices))
+        assert total(plan) <= total(gdncp.plan_prefill([1 << 16], finish="entry_first", **choices))
     assert gdncp.plan_prefill([1 << 17], profile="h200", **layer).finish == "entry_first"
     assert gdncp.plan_prefill([1000] * 99, profile="h200", **layer).finish == "entry_first"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gdncp.backends.base import Fold
-from gdncp.collectives import FixupStats, chain, share_final_states, state_fixup
+from gdncp.collectives import FixupStats, chain, compose, fold_here, share_final_states, state_fixup
 from gdncp.plan import PrefillPlan
 from tests.distributed.affine import (
     CP_CHUNK_LEN,
@@ -83,11 +83,22 @@ def fix_all(rank: int, world_size: int, device: str = "cpu") -> None:
                             _fix(rank, make_plan(seq_lens, world_size, ownership, strategy), problem=problem)
                     except Exception as error:
                         raise AssertionError(f"{strategy}, {seq_lens}, {ownership}") from error
-            if device == "cpu":  # states travel whole where the fold takes runs
-                plan = make_plan(seq_lens, world_size, ownership, "chain")
-                stats = _fix(rank, plan, problem=problem, fold=RunsFold())
-                handed_on = [s for s in plan.segments if s.rank == rank and s.next is not None]
-                assert stats.messages_sent == sum(plan.segments[s.next].rank != rank for s in handed_on)
+            if device == "cpu":
+                for strategy in STRATEGIES[:3]:
+                    _fix_by_runs(rank, make_plan(seq_lens, world_size, ownership, strategy), problem)
+
+
+def _fix_by_runs(rank: int, plan: PrefillPlan, problem: Problem) -> None:
+    """With a fold that takes whole runs: the same bits, in so many launches whatever there is to fold."""
+    fold = RunsFold()
+    stats = _fix(rank, plan, problem=problem, fold=fold)
+    assert fold.single_launches == 0
+    if plan.fixup == "chain":  # states travel whole
+        handed_on = [s for s in plan.segments if s.rank == rank and s.next is not None]
+        assert stats.messages_sent == sum(plan.segments[s.next].rank != rank for s in handed_on)
+    else:
+        # while maps are under way, through what came, and from the entry states inside segments
+        assert fold.run_launches <= (3 if plan.crosses_ranks else 1)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES, ids="ranks{}".format)
@@ -226,3 +237,38 @@ def test_a_crossing_plan_without_a_process_group_is_refused():
     maps, entry_states, _ = rank_share(plan, 0, make_problem(plan))
     with pytest.raises(ValueError, match="group is None and there is no default process group"):
         state_fixup(plan, 0, maps, entry_states, BlockFold())
+
+
+def _fix_spans(rank: int, plans: list[PrefillPlan]) -> None:
+    for plan in plans:
+        states = []
+        for fold in (BlockFold(), RunsFold()):
+            maps, entry_states, _ = rank_share(plan, rank, make_problem(plan))
+            spare = torch.full_like(entry_states, torch.nan)  # more than enough for what `fold_here` stands zeros for
+            entry_states = torch.cat([entry_states, spare])
+            composed = compose(plan, rank, maps, fold)
+            state_fixup(plan, rank, maps, entry_states, fold, None, composed)
+            if plan.finish == "entry_late":
+                for segment in plan.rank_plan(rank).segments:  # what `fold_here` fills, maybe meanwhile, is left to it
+                    inside = entry_states[segment.first_item + 1 : segment.stop_item]
+                    assert segment.previous is not None or inside.isnan().all()
+                fold_here(plan, rank, maps, entry_states, fold, composed)
+            states.append(entry_states)
+            if isinstance(fold, RunsFold):
+                assert fold.single_launches == 0
+                # maps of spans; along them; inside; and without the exchange
+                assert fold.run_launches <= 2 + (3 if plan.fixup != "chain" else 2 * WORLD_SIZES[-1]) + 1 + 2
+        assert same_bits(*states)
+
+
+@pytest.mark.parametrize("world_size", [2, 3], ids="ranks{}".format)
+def test_spans_are_folded_in_whole_runs(world_size):
+    off_the_grid = random_ranges(MANY, range(world_size), world_size, seed=1, grid=CP_CHUNK_LEN)
+    plans = [
+        make_plan(MANY, world_size, ownership, strategy, fold_span=3, finish=finish)
+        for ownership in ("contiguous", "zigzag", off_the_grid)
+        for strategy in STRATEGIES[:3]
+        for finish in ("entry_first", "entry_late")
+    ]
+    assert all(plan.fold_span == 3 for plan in plans)
+    run_ranks(_fix_spans, world_size, plans)
