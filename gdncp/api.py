@@ -55,7 +55,8 @@ def _call(
         plan: from `plan_prefill`; the same on every rank.
         q, k, v: [T, Hq | Hk | Hv, D], one of fp16/bf16/fp32, contiguous.
         g: [T, H] fp32 forget gates, linear alpha in [0, 1] or, with `gate_space="log"`, natural logs.  None: ones.
-        beta: [T, H] fp32 update gates.  None: ones.
+        beta: [T, H] fp32 update gates.  None: ones.  A NaN in `g` or `beta`, which `check` refuses, makes what follows
+            it in its sequence and head NaN, from the 64 tokens on in which it lies, and nothing else.
         scale: None or 0: 1/√D.
         initial_state: [N, H, V, K] in a state dtype, on every rank that holds the first token of a sequence.
         state_pool, state_indices: instead: sequence i starts from `state_pool[state_indices[i]]`, [P, H, V, K] and
@@ -72,7 +73,8 @@ def _call(
         forget_below: a CP chunk and head whose gates leave less than this share of the state that enters drops its
             transition; what that costs is bounded (`gdncp.forgetting`).  None: 2⁻²⁴ for float32 and "high", else 2⁻¹⁶.
             0: exact.
-        check: all ranks agree on arguments first, and look at device values; one rank's error raises on every rank.
+        check: all ranks agree on arguments first, and look at device values (gates that are NaN or of the other space,
+            slots), for which they wait; one rank's error raises on every rank.
         timed: measure stages, see `PrefillResult.timings`.
         keep_entry: keep maps, entry states and inputs as `PrefillResult.entries`, for `gdncp.forgetting`.
 
@@ -117,6 +119,9 @@ def _call(
         validate,
     )
     validation.gate_values(g, gate_space, read_device=check)
+    if check:
+        validation.no_nan("g", g)
+        validation.no_nan("beta", beta)
     validation.slot_values(state_indices, source, read_device=check)
     device = q.device
     if output_state is None:

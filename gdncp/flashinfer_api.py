@@ -57,7 +57,8 @@ def chunk_gated_delta_rule(
         q, k, v: [T, Hq | Hk | Hv, D], one of fp16/bf16/fp32, contiguous.  Equal heads, GQA (Hk = Hv, Hq a multiple) or
             GVA (Hq = Hk, Hv a multiple).
         g: [T, H] fp32 forget gates, linear alpha in [0, 1]; natural logs with `gate_space="log"`.  None: ones.
-        beta: [T, H] fp32 update gates, used as given.  None: ones.
+        beta: [T, H] fp32 update gates, used as given.  None: ones.  A NaN in `g` or `beta` makes what follows it in its
+            sequence and head NaN, from the 64 tokens on in which it lies, and nothing else.
         scale: None or 0: 1/√D.
         initial_state: [N, H, V, K], or with `state_indices` a pool [P, H, V, K]; fp32/bf16/fp16/fp8 (e4m3fn, e5m2), any
             positive strides that do not overlap.  None: zeros, with the same bits as zeros.

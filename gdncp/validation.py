@@ -205,7 +205,7 @@ def token_tensors(q: Any, k: Any, v: Any, g: Any, beta: Any, num_tokens: int | N
 
 
 def gate_values(g: torch.Tensor | None, gate_space: str, *, read_device: bool = False) -> None:
-    """Gates of the space that they are said to be of, where the host sees them.  A NaN stays with its sequence."""
+    """Gates of the space that they are said to be of, where the host sees them; NaN is of both."""
     if g is None or not _seen(g, read_device) or not g.numel():
         return
     least, most = (float(x) for x in g.detach().nan_to_num(0.0).aminmax())
@@ -220,6 +220,15 @@ def gate_values(g: torch.Tensor | None, gate_space: str, *, read_device: bool = 
             f"g must be natural logs (at most 0) with gate_space='log', got a maximum of {most}; "
             "linear gates need gate_space='linear'"
         )
+
+
+def no_nan(name: str, gates: torch.Tensor | None) -> None:
+    """[T, H] without NaN.  Reads the device: for a call that allowed it."""
+    if gates is None or not bool((wrong := gates.detach().isnan()).any()):
+        return
+    token, head = wrong.nonzero()[0].tolist()
+    count = int(wrong.sum())
+    raise ValueError(f"{name} must hold no NaN where check=True looks, got {count}, first at [{token}, {head}]")
 
 
 def state_tensor(

@@ -68,8 +68,10 @@ def plan_prefill(
             folds along the sequence, and ownership is cut there. It decides about the bits of states, as a function of
             the grid alone. 1: none are. None: 1, or what is faster where the CP chunk length is chosen.
         finish: whether stage 4 waits for the exchange as a whole: "entry_first"; or, "entry_late", only where an entry
-            state depends on it, head by head, while the rest runs beside it.  Same bits.  "auto": by predicted time.
-            Where no sequence crosses ranks it is "entry_first".
+            state depends on it, head by head, while the rest runs beside it.  Same bits where states are finite: one
+            that is not makes NaN of every state after it under "entry_first" (0 · ∞ is NaN), and under "entry_late" not
+            of those in another rank's CP chunks that lie behind one there which forgot what entered it
+            (`forget_below`).  "auto": by predicted time.  Where no sequence crosses ranks it is "entry_first".
         lanes_per_rank: CUDA streams (or in-process lanes) to divide a rank's work among. Never
             changes the bits of a given CP chunk length; one that is chosen may depend on it. None: one, or two of heads
             where they are simulated to be 3 % faster, as an exchange is hidden; `plan.explain()` says why. A plan with

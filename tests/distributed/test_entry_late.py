@@ -201,6 +201,30 @@ def test_where_every_head_forgets_only_first_cp_chunks_wait(name, span):
         assert known == (len(plan.rank_plan(rank).items) - arrivals) * max(HEADS)
 
 
+def _from_infinity(rank: int, plans: list[gdncp.PrefillPlan]) -> list[torch.Tensor]:
+    """The rank's outputs from an initial state that is infinite in part, and from a finite one."""
+    _, tokens, initial = batch("one long", "mixed", torch.float32, plans[0].head_dim)
+    infinite = initial.clone()
+    infinite[:, :, 0, 0] = torch.inf
+    outputs = []
+    for plan, state in product(plans, (infinite, initial)):
+        own = {n: torch.cat([x[a:b] for a, b in plan.token_ranges(rank)]) for n, x in tokens.items()}
+        outputs.append(gdncp.prefill(plan, **own, initial_state=state, forget_below=FORGET_BELOW).output)
+    return outputs
+
+
+def test_behind_what_forgot_a_state_that_is_not_finite_leaves_no_trace():
+    """As `plan_prefill` says of `finish`: the one place where bits differ from those of `entry_first`."""
+    plans = [late_plan("one long", 3, "contiguous", 32, fixup="chain", finish=f) for f in ("entry_first", "entry_late")]
+    for rank, (first, _, late, finite) in enumerate(run_ranks(_from_infinity, 3, plans)):
+        for item, chunk in enumerate(plans[1].rank_plan(rank).items):
+            tokens = slice(chunk.offset, chunk.offset + chunk.num_tokens)
+            assert bool(first[tokens].isnan().any(2).any(0).all()), "0 · ∞ is NaN"
+            for head in range(max(HEADS)):  # of which the first forgets within every CP chunk
+                expected = finite if head == 0 and rank and item else first
+                torch.testing.assert_close(late[tokens, head], expected[tokens, head], rtol=0, atol=0, equal_nan=True)
+
+
 # ---- the plan
 
 
