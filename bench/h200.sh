@@ -9,22 +9,12 @@
 # Environment: PYTHON (python3, one that has torch), PRESET (peers-h200), TIME_BUDGET (seconds, 420), ARGS (more
 # arguments of gdncp.bench, as in ARGS="--engines hopper flashinfer").
 set -euo pipefail
-repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+source "$(dirname "${BASH_SOURCE[0]}")/site.sh" || exit 2
 out="${1:?usage: bash bench/h200.sh OUT [SITE ...]}"
 shift
 mkdir -p "$out"
 
-paths="$repo:$repo/kernels"
-for site in "$@"; do
-    [ -d "$site" ] || { echo "error: no folder $site" >&2; exit 2; }
-    site="$(cd "$site" && pwd)"
-    paths="$paths:$site"
-    # CUTLASS's Python packages come one level down and are found through a .pth file, which PYTHONPATH does not read
-    if [ -d "$site/nvidia_cutlass_dsl/dsl_packages" ]; then paths="$paths:$site/nvidia_cutlass_dsl/dsl_packages"; fi
-done
-export PYTHONPATH="$paths${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export TILELANG_DEFAULT_TARGET="${TILELANG_DEFAULT_TARGET:-{\"kind\":\"cuda\",\"arch\":\"sm_90a\"\}}" # FlashQLA's compiler
-export TILELANG_PRINT_ON_COMPILATION=0
+use_sites "$@"
 export MAX_JOBS="${MAX_JOBS:-$(getconf _NPROCESSORS_ONLN)}" # FlashInfer's
 
 budget="${TIME_BUDGET:-420}"

@@ -12,24 +12,16 @@
 # GPUs; gloo lets ranks share one), PRESET (h200, or tiny without a GPU), PARTS (those to run; the last lines name them),
 # TOTAL (seconds for all of it, 470), MAX_TOKENS (of what is timed), COMMIT (what is measured).
 set -uo pipefail
-repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+source "$(dirname "${BASH_SOURCE[0]}")/site.sh" || exit 2
 out="${1:?usage: bash bench/multi_gpu.sh OUT [SITE ...]}"
 shift
 mkdir -p "$out/parts" "$out/logs"
 out="$(cd "$out" && pwd)"
 begun=$SECONDS
 
-paths="$repo:$repo/kernels"
-for site in "$@"; do
-    [ -d "$site" ] || { echo "error: no folder $site" >&2; exit 2; }
-    site="$(cd "$site" && pwd)"
-    paths="$paths:$site"
-    # CUTLASS's Python packages come one level down and are found through a .pth file, which PYTHONPATH does not read
-    if [ -d "$site/nvidia_cutlass_dsl/dsl_packages" ]; then paths="$paths:$site/nvidia_cutlass_dsl/dsl_packages"; fi
-done
-export PYTHONPATH="$paths${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-export TILELANG_DEFAULT_TARGET="${TILELANG_DEFAULT_TARGET:-{\"kind\":\"cuda\",\"arch\":\"sm_90a\"\}}" # FlashQLA's compiler
-export TILELANG_PRINT_ON_COMPILATION=0 FLA_FLASH_QLA=0 FLA_TILELANG=0 # FLA runs its own kernels
+use_sites "$@"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export FLA_FLASH_QLA=0 FLA_TILELANG=0 # FLA runs its own kernels
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 # NVLink multicast stays off
 # one host, which need not be able to look up its own name
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-lo}"
