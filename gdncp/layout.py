@@ -39,6 +39,7 @@ class Layout:
     runs: FoldRuns | None = None  # what is folded without an exchange; None: nothing is
     exchange: tuple[chain.Round, ...] = ()  # of a chain in which states travel whole
     fixup: tuple[Any, ...] = ()  # what stage 3 reads besides
+    mail: tuple[FoldRuns, ...] = ()  # of the same by mail
     has_early: bool = False  # stage 4 of some items, or of some of their heads, need not wait for the exchange,
     has_late: bool = True  # and of others it has to
     num_stand_ins: int = 0  # rows of the entry states behind those of items, see `stand_in_rows`
@@ -167,10 +168,12 @@ def _build(plan: PrefillPlan, rank: int, device: torch.device, v_dim: int) -> La
         },
         device,
     )
+    chained = plan.crosses_ranks and plan.fixup == "chain"
     layout = Layout(
         runs=local.tables_on(plan, rank, device).links.runs if folds_here and plan.fold_span == 1 else None,
         fixup=tables_on(plan, rank, device, v_dim),
-        exchange=chain.rounds_on(plan, rank, device) if plan.crosses_ranks and plan.fixup == "chain" else (),
+        exchange=chain.rounds_on(plan, rank, device) if chained else (),
+        mail=chain.mail_on(plan, rank, device) if chained and not late else (),
         has_early=late and any(s.previous is None or s.num_items > 1 for s in share.segments),
         has_late=not late or any(s.previous is not None for s in share.segments),
         num_stand_ins=num_stand_ins(share) if late else 0,

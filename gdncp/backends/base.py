@@ -19,6 +19,7 @@ from gdncp.work import WorkTable
 
 if TYPE_CHECKING:
     from gdncp.collectives import FixupStats
+    from gdncp.collectives.peer_memory import Mailboxes
     from gdncp.stages import Call
 
 GateSpace = Literal["linear", "log"]
@@ -200,6 +201,12 @@ class FoldRuns:
     # map, -1: none.  None: as many as there are maps, and no exits.
     num_fills: torch.Tensor | None = None
     exit_row: torch.Tensor | None = None
+    # Where states travel by mail (`gdncp.collectives.peer_memory`): from and to which rank, -1: none, and which of its
+    # messages.  Runs that do not start their sequence then all come from a rank, some with nothing to fold.
+    source: torch.Tensor | None = None
+    source_message: torch.Tensor | None = None
+    target: torch.Tensor | None = None
+    target_message: torch.Tensor | None = None
     prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # backends' launches over these runs
 
 
@@ -211,6 +218,17 @@ class RunFold(Protocol):
         self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns, exits: torch.Tensor | None = None
     ) -> None:
         """Fill `entry_states` [items, H, V, K], and `exits` [.., H, V, K] where runs have them, in place."""
+        ...
+
+
+@runtime_checkable
+class MailFold(Protocol):
+    """What a `RunFold` may offer besides: it sends and receives what its runs hand on itself, in the same launch."""
+
+    def fold_runs_by_mail(
+        self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns, mailboxes: Mailboxes
+    ) -> None:
+        """Fill `entry_states`, those that come from other ranks included, in place."""
         ...
 
 
@@ -337,3 +355,7 @@ def runs_whole(backend: Backend) -> TypeGuard[WholeBackend]:
 
 def folds_runs(fold: Fold) -> TypeGuard[RunFold]:
     return _offers(type(fold), RunFold)
+
+
+def folds_by_mail(fold: Fold) -> TypeGuard[MailFold]:
+    return _offers(type(fold), MailFold)

@@ -109,7 +109,7 @@ def stage_table(report: dict[str, Any]) -> Table:
     shown = sorted(range(len(totals)), key=lambda rank: -totals[rank])[:MOST_ROWS]
     for rank in sorted(shown):
         messages, size = sent["messages_sent"][rank], sent["bytes_sent"][rank]
-        traffic = f"{messages} x, {in_bytes(size)}" if messages else "nothing"
+        traffic = f"{messages} x, {in_bytes(size)} by {sent['transport'][rank]}" if messages else "nothing"
         table.add_row(str(rank), *(seconds(stages[s]["measured_seconds"][rank]) for s in COLUMNS), traffic)
     table.add_section()
     if len(totals) > 1:

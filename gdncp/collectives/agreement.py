@@ -20,6 +20,7 @@ from gdncp.plan import PrefillPlan
 T = TypeVar("T")
 
 _LAUNCH_TABLE = "GDNCP_LAUNCH_TABLE"  # block sizes decide about bits
+_PEER_MEMORY = "GDNCP_PEER_MEMORY"  # how states travel
 
 # Both die with the group they are keyed on, so a group made later, with the same ranks, starts afresh.
 _side_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -63,7 +64,11 @@ def agree_or_raise(
             which ranks differ, and every rank's value.
         RuntimeError: a peer failed or did not arrive within the group's timeout.
     """
-    facts = {**facts, f"the launch table that {_LAUNCH_TABLE} names (by its digest)": _launch_table()}
+    facts = {
+        **facts,
+        f"the launch table that {_LAUNCH_TABLE} names (by its digest)": _launch_table(),
+        _PEER_MEMORY: os.environ.get(_PEER_MEMORY, "not set"),
+    }
     answers = agree(group, (None if error is None else str(error), digest, facts))
     for rank, (text, _, _) in enumerate(answers):
         if text is not None:
@@ -125,7 +130,7 @@ def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if side is None:
         side = dist.new_group(
             dist.get_process_group_ranks(group),
-            timeout=_timeout(group),
+            timeout=timeout_of(group),
             backend="gloo",
             use_local_synchronization=True,
         )
@@ -133,7 +138,7 @@ def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return side
 
 
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """The group's timeout, which torch has no public name for; None: torch's default."""
     try:
         return group._get_backend(torch.device("cuda")).options._timeout

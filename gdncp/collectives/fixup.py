@@ -31,13 +31,14 @@ STRATEGIES: dict[str, _Strategy] = {
 
 @dataclass(frozen=True)
 class FixupStats:
-    """What this rank put on the wire; an all-gather counts as one message to and from each other rank."""
+    """What this rank sent, and by what; an all-gather counts as one message to and from each other rank."""
 
     strategy: str
     messages_sent: int = 0
     messages_received: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    transport: str = "none"  # "nccl", "gloo", "peer memory" (`gdncp.collectives.peer_memory`); "none": a local fixup
 
 
 LOCAL = FixupStats("local")
@@ -128,7 +129,8 @@ def tables_on(plan: PrefillPlan, rank: int, device: torch.device, v_dim: int) ->
 
 
 def stats_of(wire: Wire, strategy: str) -> FixupStats:
-    return FixupStats(strategy, wire.messages_sent, wire.messages_received, wire.bytes_sent, wire.bytes_received)
+    counts = (wire.messages_sent, wire.messages_received, wire.bytes_sent, wire.bytes_received)
+    return FixupStats(strategy, *counts, wire.transport)
 
 
 def check_group(plan: PrefillPlan, rank: int, group: dist.ProcessGroup | None) -> None:

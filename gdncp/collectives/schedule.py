@@ -117,6 +117,25 @@ def chain_rounds(plan: PrefillPlan, rank: int, num_blocks: int) -> tuple[ChainRo
     return tuple(ChainRound(tuple(folds[t]), tuple(receives[t])) for t in rounds)
 
 
+@lru_cache(_CACHE_SIZE)
+def message_numbers(plan: PrefillPlan) -> dict[Link, int]:
+    """Of each link that hands a state on: how many others before it, in the order of (sequence, depth), do so between
+    the same two ranks, in the same direction."""
+    counts: dict[tuple[int, int], int] = defaultdict(int)
+    numbers = {}
+    for route in crossing_routes(plan):
+        for link in route[:-1]:
+            assert link.next_rank is not None
+            numbers[link] = counts[link.rank, link.next_rank]
+            counts[link.rank, link.next_rank] += 1
+    return numbers
+
+
+def most_messages(plan: PrefillPlan) -> int:
+    """From one rank to another in one call."""
+    return 1 + max(message_numbers(plan).values(), default=-1)
+
+
 # ---- all_gather and head_sharded
 
 

@@ -97,15 +97,23 @@ class Wire:
             raise ValueError(
                 f"group: it has no backend for {device.type} tensors, only {dist.get_backend_config(self.group)}"
             )
+        self.transport = self._backend  # what carries the data
         self._staged = self._backend == "gloo" and device.type != "cpu"
         self._sending: list[dist.Work] = []
         self._keep: list[torch.Tensor] = []  # what is being sent
+
+    def count(self, sent: list[int], received: list[int]) -> None:
+        """Bytes of each message, also of those that kernels leave in peers' memory."""
+        self.messages_sent += len(sent)
+        self.messages_received += len(received)
+        self.bytes_sent += sum(sent)
+        self.bytes_received += sum(received)
 
     # ---- collectives: all ranks of the group call them
 
     def all_gather(self, local: torch.Tensor) -> Pending:
         """local [n], the same n on every rank -> [size, n]."""
-        self._count(sent=[local.nbytes] * (self.size - 1), received=[local.nbytes] * (self.size - 1))
+        self.count(sent=[local.nbytes] * (self.size - 1), received=[local.nbytes] * (self.size - 1))
         gathered = local.new_empty(self.size * local.numel())
         (outgoing,) = self._outgoing([local])
         landing = self._landing(gathered)
@@ -118,7 +126,7 @@ class Wire:
     def all_to_all(self, local: torch.Tensor, in_splits: Sequence[int], out_splits: Sequence[int]) -> Pending:
         """local: pieces of `in_splits` elements for rank 0, 1, ... -> pieces of `out_splits` elements from them."""
         others = [r for r in range(self.size) if r != self.rank]
-        self._count(
+        self.count(
             sent=[in_splits[r] * local.element_size() for r in others if in_splits[r]],
             received=[out_splits[r] * local.element_size() for r in others if out_splits[r]],
         )
@@ -156,7 +164,7 @@ class Wire:
             target.copy_(source)
         sends = [message for message in sends if message[0] != self.rank]
         receives = [message for message in receives if message[0] != self.rank]
-        self._count(sent=[t.nbytes for _, t in sends], received=[t.nbytes for _, t in receives])
+        self.count(sent=[t.nbytes for _, t in sends], received=[t.nbytes for _, t in receives])
 
         outgoing = self._outgoing([tensor for _, tensor in sends])
         landing = [self._landing(tensor) for _, tensor in receives]
@@ -184,12 +192,6 @@ class Wire:
         self._sending, self._keep = [], []
 
     # ---- private
-
-    def _count(self, sent: list[int], received: list[int]) -> None:
-        self.messages_sent += len(sent)
-        self.messages_received += len(received)
-        self.bytes_sent += sum(sent)
-        self.bytes_received += sum(received)
 
     def _outgoing(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if not self._staged or not tensors:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from gdncp.backends.base import AffineMaps, Backend, Part, Sinks, TokenInputs, folds_runs, opens
+from gdncp.backends.base import AffineMaps, Backend, Part, Sinks, TokenInputs, folds_by_mail, folds_runs, opens
+from gdncp.collectives.peer_memory import Mailboxes, table_of
 from gdncp.layout import layout_of_plan
 from gdncp.plan import PrefillPlan, plan_prefill
 from gdncp.work import EarlyTable, WorkTable
@@ -56,6 +57,11 @@ def stage_calls(
     fold = backend.fold
     if folds_runs(fold) and layout.runs is not None:
         calls["fold_runs"] = partial(fold.fold_runs, maps, entry_states, layout.runs)
+    if folds_by_mail(fold) and layout.runs is not None:
+        steps, none = layout.runs.num_steps, torch.full_like(layout.runs.entry_row, -1)
+        runs = replace(layout.runs, num_fills=steps, source=none, source_message=none, target=none, target_message=none)
+        boxes = Mailboxes(1, torch.tensor(table_of(0, 1, 0, [0]), device=device))
+        calls["fold_runs_by_mail"] = partial(fold.fold_runs_by_mail, maps, entry_states, runs, boxes)
     calls["fold"] = lambda: fold(entry_states[0], maps.transition[0], maps.local_state[0])
     return calls
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from gdncp.backends.base import AffineMaps, FoldRuns
+from gdncp.collectives import peer_memory
+from gdncp.collectives.peer_memory import COUNTS, WORDS_BYTES, Mailboxes
 from gdncp_kernels.hopper.state_fixup import StateFold
 from tests.conftest import DEVICE, hopper_only
 
@@ -18,8 +20,8 @@ with_idle_runs = pytest.mark.parametrize(
 )
 
 
-def random_maps(num_maps: int, dim: int) -> AffineMaps:
-    gen = torch.Generator().manual_seed(7)
+def random_maps(num_maps: int, dim: int, seed: int = 7) -> AffineMaps:
+    gen = torch.Generator().manual_seed(seed)
     maps = AffineMaps.empty(num_maps, HEADS, dim, dim, torch.device(DEVICE))
     maps.transition.copy_(torch.randn(maps.transition.shape, generator=gen) / dim**0.5)
     maps.local_state.copy_(torch.randn(maps.local_state.shape, generator=gen))
@@ -99,3 +101,73 @@ def test_runs_hand_states_on(dim, idle):
     columns = FoldRuns(len(runs), entry, row, num_steps, starts, num_fills, leave)
     fold.fold_runs(maps, states, columns, exits)
     assert torch.equal(states, expected) and torch.equal(exits, left)
+
+
+def mailboxes_of_two(capacity: int, first: int) -> list[Mailboxes]:
+    """Of two ranks that are both here; `first`: the number of messages that every channel has seen."""
+    memory = [torch.zeros(peer_memory.memory_bytes(2, capacity), dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    for of_rank in memory:
+        of_rank[WORDS_BYTES : WORDS_BYTES + 4 * COUNTS * 2 * capacity].view(torch.int32).fill_(first)
+    addresses = [of_rank.data_ptr() for of_rank in memory]
+    tables = [torch.tensor(peer_memory.table_of(r, capacity, 10**9, addresses), device=DEVICE) for r in range(2)]
+    return [Mailboxes(capacity, table, tuple(memory)) for table in tables]
+
+
+def runs_by_mail(rank: int, columns: list[tuple[int, ...]], together: bool) -> list[FoldRuns]:
+    """One launch, or a launch a run.  Columns: entry row, map row, steps, starts, fills, message in, message out."""
+
+    def of(rows: list[tuple[int, ...]]) -> FoldRuns:
+        numbers = [torch.tensor(x, device=DEVICE) for x in zip(*rows, strict=True)]
+        other = torch.full_like(numbers[0], 1 - rank)
+        none = torch.full_like(other, -1)
+        source, target = (torch.where(x >= 0, other, none) for x in numbers[5:])
+        words = {"source": source, "source_message": numbers[5], "target": target, "target_message": numbers[6]}
+        return FoldRuns(len(rows), *numbers[:4], num_fills=numbers[4], **words)
+
+    return [of(columns)] if together else [of([row]) for row in columns]
+
+
+@both_dims
+@pytest.mark.parametrize("first", [0, 2**31 - 3], ids=["from 0", "counts wrap"])
+@pytest.mark.parametrize("sent, received", [(True, False), (False, True), (True, True), (False, False)])
+def test_runs_by_mail_have_the_bits_of_single_folds(dim, sent, received, first):
+    """Twenty sequences go from rank 0 to rank 1 and some of them back, in one launch each, of 32 rows a program, or in
+    many, of 16; again and again, so that places and counts go round."""
+    many, fold = 20, StateFold()
+    boxes = mailboxes_of_two(many * HEADS * dim // 16, first)
+    # rank 0 has 3 maps of each, and 2 of those that come back; rank 1 has 2, or none at the end of those that do not
+    back = [i % 3 == 0 for i in range(many)]
+    there = runs_by_mail(0, [(5 * i, 5 * i, 3, 1, 2, -1, i) for i in range(many)], sent)
+    numbers = [sum(back[:i]) for i in range(many)]
+    between = runs_by_mail(
+        1,
+        [(3 * i, 2 * i, 2, 0, 1, i, numbers[i]) if back[i] else (3 * i, 2 * i, 2 * (i % 2), 0, 2 * (i % 2), i, -1)
+         for i in range(many)],
+        received,
+    )  # fmt: skip
+    home = runs_by_mail(0, [(5 * i + 3, 5 * i + 3, 1, 0, 1, numbers[i], -1) for i in range(many) if back[i]], sent)
+    for turn in range(5):
+        maps = [random_maps(many * steps, dim, seed=10 * turn + steps) for steps in (5, 2)]
+        states = [torch.full((many * rows, HEADS, dim, dim), float(turn), device=DEVICE) for rows in (5, 3)]
+        expected = [x.clone() for x in states]
+        for i in range(many):
+            state = maps[0].local_state[5 * i]
+            for j in range(3):
+                if j:
+                    state = fold(state, maps[0].transition[5 * i + j], maps[0].local_state[5 * i + j])
+                if j < 2:
+                    expected[0][5 * i + j + 1] = state
+            expected[1][3 * i] = state
+            for j in range(2 if back[i] or i % 2 else 0):
+                state = fold(state, maps[1].transition[2 * i + j], maps[1].local_state[2 * i + j])
+                if j < (1 if back[i] else 2):
+                    expected[1][3 * i + j + 1] = state
+            if back[i]:
+                expected[0][5 * i + 3] = state
+                row = 5 * i + 3
+                expected[0][row + 1] = fold(state, maps[0].transition[row], maps[0].local_state[row])
+        for rank, launches in ((0, there), (1, between), (0, home)):
+            for runs in launches:
+                fold.fold_runs_by_mail(maps[rank], states[rank], runs, boxes[rank])
+        for got, wanted in zip(states, expected, strict=True):
+            assert torch.equal(got, wanted)

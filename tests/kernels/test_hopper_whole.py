@@ -11,6 +11,8 @@ from gdncp import calls, stages, validation
 from gdncp.backends import get_backend
 from gdncp.backends.hopper_backend import HopperBackend
 from gdncp.collectives import FixupStats
+from gdncp.collectives.chain import mail_on
+from gdncp.collectives.peer_memory import Mailboxes
 from gdncp.collectives.wire import Wire
 from gdncp_kernels.hopper import checkpoints, launch, precompute_t, recurrence_launches, state_fixup, states
 from gdncp_kernels.hopper.launch import Launcher, Launches, Number, Pointer, Tile
@@ -199,6 +201,49 @@ def test_so_do_calls_that_hand_states_on(recorded, ranks, monkeypatch, rank, ini
 
 @pytest.mark.parametrize("machine", ["3.6"], indirect=True)
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("ownership", ["contiguous", "zigzag"])
+def test_by_mail_they_are_launches_and_nothing_else(recorded, ranks, monkeypatch, rank, ownership):
+    """The same ones in stages, with the same arguments; prepared once, for whatever mailboxes there are."""
+    messages = ranks(rank)
+    words = {"cp_chunk_len": 128, "fixup": "chain", "finish": "entry_first", "ownership": ownership}
+    plan = gdncp.plan_prefill([1000, 0, 330], world_size=2, **words, **HEADS)
+    tokens = random_tokens(plan.num_tokens(rank), heads=(1, 1, H), dim=D, dtype=torch.bfloat16)
+    arguments = {**tokens, "backend": "hopper", "output": torch.empty_like(tokens["v"])}
+    arguments |= {"output_state": torch.zeros(3, H, D, D), "initial_state": random_state(3, H, D)}
+    boxes, asked, results = [Mailboxes(64, torch.zeros(8, dtype=torch.int64)) for _ in range(2)], [], []
+
+    def mailboxes_of(group, device, num_channels):
+        asked.append(num_channels)
+        return boxes[-1]
+
+    monkeypatch.setattr("gdncp.collectives.peer_memory.mailboxes_of", mailboxes_of)
+    entry = []  # kept, so that no memory is handed out twice
+
+    def staged_call():
+        entry.append(gdncp.fixup(gdncp.summarise(plan, **arguments)))
+        results.append(gdncp.finish(entry[-1]))
+
+    staged = recorded(staged_call, arguments)
+    monkeypatch.setattr("gdncp.stages.summarise", None)
+    assert recorded(lambda: results.append(gdncp.prefill(plan, **arguments)), arguments) == staged
+    tables = [
+        [x for kernel, _, given in staged if kernel == "fold_runs_kernel" for x in given if x == box.address]
+        for box in boxes
+    ]
+    assert not tables[0] and len(tables[1]) == len(mail_on(plan, rank, torch.device("cpu"))) > 0
+    boxes.reverse()  # as where the group got more of them
+    others = recorded(lambda: gdncp.prefill(plan, **arguments), arguments)
+    assert [call[:2] for call in others] == [call[:2] for call in staged] and others != staged
+    assert not messages and set(asked) == {H * D // 16 * (2 if ownership == "zigzag" else 1)}
+    sent = results[0].fixup
+    assert results[1].fixup == sent and sent.transport == "peer memory"
+    assert sent.bytes_sent == sent.messages_sent * 4 * H * D * D
+    counts = (sent.messages_sent, sent.messages_received)
+    assert counts == ((1 + rank, 2 - rank) if ownership == "zigzag" else (1 - rank, rank))
+
+
+@pytest.mark.parametrize("machine", ["3.6"], indirect=True)
+@pytest.mark.parametrize("rank", [0, 1])
 def test_what_is_sent_has_left_before_stage_4_takes_the_sms(recorded, ranks, monkeypatch, rank):
     ranks(rank)
     words = {"cp_chunk_len": 128, "fixup": "chain", "finish": "entry_first"}
@@ -229,7 +274,7 @@ def test_a_rank_without_messages_connects_with_the_others(recorded, ranks, monke
     results = []
     recorded(lambda: results.append(gdncp.prefill(plan, **arguments)), arguments)
     assert connected == ["state_fixup by chain"]
-    assert results[0].fixup == FixupStats("chain")
+    assert results[0].fixup == FixupStats("chain", transport="fake")
 
 
 def test_what_the_copy_engine_cannot_read_runs_in_stages(recorded):

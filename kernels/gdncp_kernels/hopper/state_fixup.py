@@ -15,12 +15,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
-from gdncp_kernels.hopper import tensor_maps
+from gdncp_kernels.hopper import mailboxes, tensor_maps
 from gdncp_kernels.hopper.common import barrier, load_tile
 from gdncp_kernels.hopper.launch import Launch, Launcher, Launches, Pointer
 
 if TYPE_CHECKING:
     from gdncp.backends.base import AffineMaps, FoldRuns
+    from gdncp.collectives.peer_memory import Mailboxes
     from gdncp.scratch import ScratchLayout
 
 BLOCK_ROWS = 16
@@ -102,11 +103,12 @@ def fold_kernel(
 @gluon.jit
 def _put(S, j, entry, stride, fills, leave, last):
     """The state after map j: an entry state, and after the last map what the run hands on."""
-    if leave is None:
+    if fills is None:
         gl.store(entry + (j + 1) * stride, S)
     else:
         if j < fills:
             gl.store(entry + (j + 1) * stride, S)
+    if leave is not None:
         if j == last:
             gl.store(leave, S)
 
@@ -123,30 +125,43 @@ def fold_runs_kernel(
     num_fills,
     exit_row,
     exits,
+    source,
+    source_message,
+    target,
+    target_message,
+    peers,
     H,
     ROWS: gl.constexpr,
     RING: gl.constexpr,
 ):
-    """One program per (run, head, ROWS rows) of `gdncp.backends.base.FoldRuns`; a row's bits do not depend on ROWS."""
+    """One program per (run, head, ROWS rows) of `gdncp.backends.base.FoldRuns`; a row's bits do not depend on ROWS.
+
+    peers: of runs by mail, the table of `gdncp.collectives.peer_memory`.  What does not start its sequence then comes
+    from another rank, to nothing but its entry state where there is nothing to fold.
+    """
     DIM: gl.constexpr = transition_map.block_shape[1]
     block = gl.program_id(0) % (DIM // ROWS)
     head = gl.program_id(0) // (DIM // ROWS) % H
     run = gl.program_id(0) // (DIM // ROWS * H)
     steps = gl.load(num_steps + run).to(gl.int32)
-    if steps > 0:
+    works = steps > 0
+    if peers is not None:
+        works = steps >= 0
+    if works:
         stride = H.to(gl.int64) * (DIM * DIM)
         row = block * ROWS + gl.arange(0, ROWS, layout=ROW)
         at = row[:, None] * DIM + gl.arange(0, DIM, layout=COL)[None, :]
         first_map = gl.load(map_row + run)
-        entry = entry_states + gl.load(entry_row + run) * stride + head * (DIM * DIM) + at
+        entry_start = entry_states + gl.load(entry_row + run) * stride + head * (DIM * DIM)
+        entry = entry_start + at
         local = local_state + first_map * stride + head * (DIM * DIM) + at
         tile_row = ((first_map * H + head) * DIM).to(gl.int32)
-        if exits is None:
-            fills = steps
-            leave = None
-            last = steps
-        else:
+        fills = None
+        leave = None
+        last = steps
+        if num_fills is not None:
             fills = gl.load(num_fills + run).to(gl.int32)
+        if exits is not None:
             leave_row = gl.load(exit_row + run)
             leave = exits + gl.maximum(leave_row, 0) * stride + head * (DIM * DIM) + at
             last = gl.where(leave_row < 0, steps, steps - 1)
@@ -162,12 +177,31 @@ def fold_runs_kernel(
         for s in gl.static_range(RING):
             ahead = begins + s
             _load(transition_map, tile_row + ahead * H * DIM, full.index(s), ring.index(s), ahead < steps)
+        if peers is not None:
+            inbox = mailboxes.channel(
+                peers, gl.load(source + run), gl.load(source_message + run), H, head, block, ROWS, DIM
+            )
+            outbox = mailboxes.channel(
+                peers, gl.load(target + run), gl.load(target_message + run), H, head, block, ROWS, DIM
+            )
+            COPY: gl.constexpr = _copy_layout(DIM)
+            part = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))[:, None]
+            column = gl.arange(0, DIM, layout=gl.SliceLayout(0, COPY))[None, :]
+            sent = mailboxes.next_out(peers, outbox, ROWS)
+            received = 0
         if begins != 0:
             S = gl.load(local)
             _put(S, 0, entry, stride, fills, leave, last)
+            held.store(S)
         else:
-            S = gl.load(entry, mask=at < DIM * DIM * (how == 0).to(gl.int32), other=0.0)  # or from zeros
-        held.store(S)
+            if peers is not None:
+                received = mailboxes.next_in(peers, inbox, ROWS)
+                whole = gl.load(mailboxes.arrived(peers, inbox, received, part, column, DIM))
+                gl.store(entry_start + (block * ROWS + part) * DIM + column, whole)
+                held.store(whole)
+            else:
+                # or from zeros
+                held.store(gl.load(entry, mask=at < DIM * DIM * (how == 0).to(gl.int32), other=0.0))
         barrier()
         for step in range(begins, steps):
             n = gl.load(local + step * stride)
@@ -181,15 +215,22 @@ def fold_runs_kernel(
             held.store(S)
             _put(S, step, entry, stride, fills, leave, last)
             barrier()
+        if peers is not None:
+            if outbox[0] >= 0:
+                gl.store(mailboxes.leaving(peers, outbox, sent, part, column, DIM), held.load(COPY))
+            mailboxes.post(peers, inbox, received, outbox, sent, ROWS)
 
 
 _launch = Launcher(fold_kernel, num_warps=WARPS)
 _launch_runs = Launcher(fold_runs_kernel, num_warps=WARPS)
+# with assertions, of which there is one: that a peer came in time
+_launch_runs_by_mail = Launcher(fold_runs_kernel, num_warps=WARPS, debug=True, sanitize_overflow=False)
 _CHANGING = ("maps", "entry_states", "exits")
+_CHANGING_BY_MAIL = ("maps", "entry_states", "peers")
 
 
 class StateFold:
-    """`gdncp.backends.base.Fold` and `RunFold` for K = 64 and 128."""
+    """`gdncp.backends.base.Fold`, `RunFold` and `MailFold` for K = 64 and 128."""
 
     block_rows: int = BLOCK_ROWS
 
@@ -221,14 +262,28 @@ class StateFold:
                 )
             launches(maps.scratch.address, entry_states.data_ptr(), None if exits is None else exits.data_ptr())
 
+    def fold_runs_by_mail(
+        self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns, mailboxes: Mailboxes
+    ) -> None:
+        with torch.cuda.device_of(entry_states):
+            key = maps.scratch.layout.fields["transition"].shape
+            launches = runs.prepared.get(key)
+            if launches is None:
+                prepared = prepare_runs(maps.scratch.layout, runs, peers=Pointer("peers", torch.int64))
+                launches = runs.prepared[key] = Launches(_CHANGING_BY_MAIL, prepared)
+            launches(maps.scratch.address, entry_states.data_ptr(), mailboxes.address)
 
-def prepare_runs(maps: ScratchLayout, runs: FoldRuns, exits: Pointer | None = None) -> Launch:
-    """The launch of `fold_runs`.  exits: where they are, of runs that have some."""
+
+def prepare_runs(
+    maps: ScratchLayout, runs: FoldRuns, exits: Pointer | None = None, peers: Pointer | None = None
+) -> Launch:
+    """The launch of `fold_runs`.  exits: where they are, of runs that have some; peers: of runs by mail, the table."""
     num_maps, num_heads, k_dim, _ = maps.fields["transition"].shape
     num_rows = runs.num_runs * num_heads * k_dim  # of states, which are square
     # one wave where that is possible: every program reads whole transitions
     rows = BLOCK_ROWS if num_rows <= SMS * BLOCK_ROWS else 2 * BLOCK_ROWS
-    return _launch_runs.prepare(
+    launcher = _launch_runs if peers is None else _launch_runs_by_mail
+    return launcher.prepare(
         num_rows // rows,
         {
             "transition_map": tensor_maps.transitions("maps", num_maps * num_heads, k_dim, maps.offset("transition")),
@@ -241,6 +296,11 @@ def prepare_runs(maps: ScratchLayout, runs: FoldRuns, exits: Pointer | None = No
             "num_fills": runs.num_fills,
             "exit_row": runs.exit_row,
             "exits": exits,
+            "source": runs.source,
+            "source_message": runs.source_message,
+            "target": runs.target,
+            "target_message": runs.target_message,
+            "peers": peers,
             "H": num_heads,
             "ROWS": rows,
             "RING": RING,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gdncp.backends.base import FoldRuns, maps_layout
+from gdncp.collectives import chain, peer_memory
 from gdncp.collectives.fixup import LOCAL, FixupStats, stats_of
 from gdncp.collectives.wire import Wire
 from gdncp.scratch import ScratchLayout
@@ -36,10 +37,10 @@ class Whole:
         """For a call that `is_whole`."""
         layout, (table,), inputs, shape = call.layout, call.tables, call.inputs, call.state_shape
         heads, v_dim, k_dim = shape
-        maps = maps_layout(layout.num_maps, heads, k_dim, v_dim)
+        self._maps = maps_layout(layout.num_maps, heads, k_dim, v_dim)
         scratch = {
             "tiles": ((tiles_of(inputs, table).num_bytes,), torch.uint8),
-            "maps": ((maps.num_bytes,), torch.uint8),
+            "maps": ((self._maps.num_bytes,), torch.uint8),
             "entry_states": ((layout.num_items, *shape), torch.float32),
         }
         if not call.final_in_place:
@@ -47,36 +48,52 @@ class Whole:
         num_exits = sum(found.num_exits for found in layout.exchange)
         self._scratch = ScratchLayout({**scratch, "exits": ((num_exits, *shape), torch.float32)})
         self._offsets = tuple(self._scratch.offset(name) for name in scratch)
-        has_checkpoints = call.checkpoints is not None and layout.num_checkpoints > 0
+        self._parts: list[Launches] = []  # made when they are first wanted, as all below
+        self._exchanges: list[_Messages] = []
+        self._by_mail: Launches | None = None
+        self._sent_by_mail = LOCAL
+
+    def _before(self, call: Call) -> list[Launch]:
+        """What comes before the exchange."""
+        layout, (table,), inputs = call.layout, call.tables, call.inputs
         launches = [*_loads(call), *precompute_t.prepare(inputs, table)]
-        opens = layout.has_maps and call.plan is not None and call.plan.opens
         if layout.has_maps:
+            opens = _opens(call)
             output = call.output if opens else None
-            launches.append(recurrence_launches.prepare_mn(inputs, table, maps, output, opens and has_checkpoints))
+            checkpoints = opens and _has_checkpoints(call)
+            launches.append(recurrence_launches.prepare_mn(inputs, table, self._maps, output, checkpoints))
             if layout.runs is not None:
-                launches.append(state_fixup.prepare_runs(maps, layout.runs))
-        # what comes before each exchange, and what comes behind the last
-        parts, self._exchanges = [launches], []
+                launches.append(state_fixup.prepare_runs(self._maps, layout.runs))
+        return launches
+
+    def _behind(self, call: Call) -> list[Launch]:
+        (table,) = call.tables
+        checkpoints = _has_checkpoints(call)
+        opened = recurrence_launches.prepare_cp_prefill(call.inputs, table, call.output, _opens(call), checkpoints)
+        return [opened, *_stores(call)]
+
+    def _prepare(self, call: Call) -> None:
+        """What comes before each exchange, and what comes behind the last."""
+        parts = [self._before(call)]
         for runs, messages in self._rounds(call):
             if runs is not None:
-                parts[-1].append(state_fixup.prepare_runs(maps, *runs))
+                parts[-1].append(state_fixup.prepare_runs(self._maps, *runs))
             if messages is not None:
                 parts.append([])
                 self._exchanges.append(messages)
-        opened = recurrence_launches.prepare_cp_prefill(inputs, table, call.output, opens, has_checkpoints)
-        parts[-1] += [opened, *_stores(call)]
-        self._parts = [
-            Launches(
-                _CHANGING,
-                *part,
-                scale=inputs.scale,
-                log2_forget_below=recurrence_launches.threshold(call.forget_below),
-                map_dump=-1,
-                final_dump=layout.num_final,
-                checkpoint_dump=layout.num_checkpoints,
-            )
-            for part in parts
-        ]
+        parts[-1] += self._behind(call)
+        self._parts = [_launches(call, _CHANGING, part) for part in parts]
+
+    def _prepare_by_mail(self, call: Call) -> Launches:
+        """All of it: what ranks hand on, they hand on inside their launches."""
+        plan, peers = call.plan, Pointer("peers", torch.int64)
+        assert plan is not None
+        folds = [state_fixup.prepare_runs(self._maps, runs, peers=peers) for runs in call.layout.mail]
+        sent, received = chain.count_mail(plan, call.rank, 4 * math.prod(call.state_shape))
+        self._sent_by_mail = FixupStats(
+            plan.fixup, len(sent), len(received), sum(sent), sum(received), peer_memory.NAME
+        )
+        return _launches(call, (*_CHANGING, "peers"), [*self._before(call), *folds, *self._behind(call)])
 
     def _rounds(self, call: Call) -> Iterator[tuple[tuple[FoldRuns, Pointer] | None, _Messages | None]]:
         """Of `gdncp.collectives.chain`: what is folded, and what is sent then; rows as places in our memory."""
@@ -119,9 +136,20 @@ class Whole:
             entry_states,
             final_states[0] if final_states else destination,
         )
+        plan = call.plan
+        assert plan is not None
+        if plan.crosses_ranks:
+            assert call.group is not None
+            boxes = chain.mailboxes_for(plan, call.group, inputs.q.device, call.state_shape)
+            if boxes is not None:
+                if self._by_mail is None:
+                    self._by_mail = self._prepare_by_mail(call)
+                self._by_mail(*changing, boxes.address)
+                return self._sent_by_mail
+        if not self._parts:
+            self._prepare(call)
         *parts, last = self._parts
-        assert call.plan is not None
-        if not call.plan.crosses_ranks:
+        if not plan.crosses_ranks:
             last(*changing)
             return LOCAL
         wire = Wire(call.group, inputs.q.device, "state_fixup by chain")
@@ -135,6 +163,27 @@ class Whole:
         wire.finish()
         last(*changing)
         return stats_of(wire, "chain")
+
+
+def _launches(call: Call, changing: Sequence[str], launches: Sequence[Launch]) -> Launches:
+    return Launches(
+        changing,
+        *launches,
+        scale=call.inputs.scale,
+        log2_forget_below=recurrence_launches.threshold(call.forget_below),
+        map_dump=-1,
+        final_dump=call.layout.num_final,
+        checkpoint_dump=call.layout.num_checkpoints,
+    )
+
+
+def _opens(call: Call) -> bool:
+    """Stage 2 opens sequences."""
+    return call.layout.has_maps and call.plan is not None and call.plan.opens
+
+
+def _has_checkpoints(call: Call) -> bool:
+    return call.checkpoints is not None and call.layout.num_checkpoints > 0
 
 
 def is_whole(call: Call) -> bool:

@@ -1,0 +1,373 @@
+"""Mailboxes, without GPUs: what ranks agree on, what the tables of a plan deliver, and the protocol step by step.
+
+Kernels are stood in for by models that take the same tables and the same steps.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gdncp.backends.base import FoldRuns, folds_by_mail
+from gdncp.collectives import chain, peer_memory, state_fixup
+from gdncp.collectives.agreement import agree_or_raise
+from gdncp.collectives.peer_memory import CHANNEL_ROWS, PLACES, VARIABLE, Count
+from gdncp.collectives.schedule import Link
+from gdncp.plan import PrefillPlan, plan_prefill
+from tests.distributed.affine import RunsFold, make_plan, make_problem, random_ranges, rank_share, same_bits
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_fixup import LONG, MANY, _ownerships
+from tests.distributed.test_schedule import plans
+
+CPU = torch.device("cpu")
+
+
+# ---- what the tables of a plan deliver
+
+
+class _MailFold(RunsFold):
+    """One that leaves what it hands on in `mail`, by (from, to, message), and takes it from there."""
+
+    def __init__(self, rank: int, mail: dict[tuple[int, int, int], torch.Tensor]):
+        super().__init__()
+        self.rank, self.mail = rank, mail
+
+    def lacks(self, runs: Any) -> bool:
+        """Whether something has not arrived: a kernel would wait."""
+        wanted = zip(runs.source.tolist(), runs.source_message.tolist(), strict=True)
+        return any(source >= 0 and (source, self.rank, message) not in self.mail for source, message in wanted)
+
+    def fold_runs_by_mail(self, maps, entry_states, runs, mailboxes):
+        exits = torch.full((runs.num_runs, *entry_states.shape[1:]), float("nan"))
+        for run in range(runs.num_runs):
+            if (source := int(runs.source[run])) >= 0:
+                message = self.mail.pop((source, self.rank, int(runs.source_message[run])))
+                entry_states[int(runs.entry_row[run])] = message
+            else:
+                assert int(runs.starts[run]) == 1 and int(runs.num_steps[run])
+        rows = torch.where(runs.target >= 0, torch.arange(runs.num_runs), -1)
+        given = {name: getattr(runs, name) for name in ("entry_row", "map_row", "num_steps", "starts", "num_fills")}
+        self.fold_runs(maps, entry_states, FoldRuns(runs.num_runs, exit_row=rows, **given), exits)
+        for run, (target, message) in enumerate(zip(runs.target.tolist(), runs.target_message.tolist(), strict=True)):
+            if target >= 0:
+                assert (self.rank, target, message) not in self.mail, "sent twice"
+                self.mail[self.rank, target, message] = exits[run]
+
+
+def _fold_by_mail(plan: PrefillPlan) -> None:
+    """All ranks in one process: a launch runs once all that it receives was sent."""
+    problem, mail = make_problem(plan), {}
+    shares = [rank_share(plan, rank, problem) for rank in range(plan.world_size)]
+    folds = [_MailFold(rank, mail) for rank in range(plan.world_size)]
+    assert all(folds_by_mail(fold) for fold in folds)
+    left = [list(chain.mail_on(plan, rank, CPU)) for rank in range(plan.world_size)]
+    while any(left):
+        ready = [rank for rank, launches in enumerate(left) if launches and not folds[rank].lacks(launches[0])]
+        assert ready, "all ranks wait"
+        for rank in ready:
+            maps, entry_states, _ = shares[rank]
+            folds[rank].fold_runs_by_mail(maps, entry_states, left[rank].pop(0), None)
+    assert not mail
+    for _, entry_states, expected in shares:
+        assert same_bits(entry_states, expected)
+
+
+@pytest.mark.parametrize("seq_lens", [LONG, MANY, [64, 128]], ids=["long", "many", "short"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_states_by_mail_are_those_of_one_left_fold(world_size, seq_lens):
+    for ownership in _ownerships(seq_lens, world_size):
+        _fold_by_mail(make_plan(seq_lens, world_size, ownership, "chain"))
+
+
+def test_a_rank_with_nothing_to_fold_gets_its_entry_state():
+    plan = make_plan([64 * 3], 3, [[(0, 64)], [(64, 128)], [(128, 192)]], "chain")
+    (last,) = chain.mail_on(plan, 2, CPU)
+    assert (last.num_steps.tolist(), last.source.tolist(), last.target.tolist()) == ([0], [1], [-1])
+    _fold_by_mail(plan)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans())
+def test_every_message_has_a_number_of_its_own_below_the_most(plan):
+    sent: dict[tuple[int, int], list[int]] = {}
+    received: dict[tuple[int, int], list[int]] = {}
+    for rank in range(plan.world_size):
+        for runs in chain.mail_on(plan, rank, CPU):
+            for source, message in zip(runs.source.tolist(), runs.source_message.tolist(), strict=True):
+                if source >= 0:
+                    received.setdefault((source, rank), []).append(message)
+            for target, message in zip(runs.target.tolist(), runs.target_message.tolist(), strict=True):
+                if target >= 0:
+                    sent.setdefault((rank, target), []).append(message)
+    most = peer_memory.most_messages(plan)
+    assert {pair: sorted(m) for pair, m in sent.items()} == {pair: sorted(m) for pair, m in received.items()}
+    assert all(sorted(m) == list(range(len(m))) and len(m) <= most for m in sent.values())
+    assert most == max(map(len, sent.values()), default=0)
+
+
+def test_only_some_chains_go_by_mail():
+    words = {"num_q_heads": 4, "num_k_heads": 4, "num_v_heads": 8, "cp_chunk_len": 64, "world_size": 2}
+
+    def channels(**more: Any) -> int:
+        return peer_memory.channels_of(plan_prefill([1000], **{**words, "fixup": "chain", **more}), 8, 128)
+
+    assert channels(finish="entry_first") == 8 * 8
+    assert channels(finish="entry_first", ownership="zigzag") == 8 * 8  # one message each way
+    assert channels(finish="entry_late") == channels(finish="entry_first", fixup="all_gather") == 0
+    assert channels(finish="entry_first", fold_span=2) == 0
+    assert channels(finish="entry_first", lanes_per_rank=2, lanes_by="heads") == 0
+
+
+# ---- the protocol, step by step
+
+
+def _wrapped(x: int) -> int:
+    """As 32 bits."""
+    return (x + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+class _Memory:
+    """Of one rank: counts [which][number], and places [number][e mod 2]."""
+
+    def __init__(self, num_channels: int, start: int):
+        self.counts = [[start] * num_channels for _ in range(peer_memory.COUNTS)]
+        self.places: list[list[Any]] = [[None] * PLACES for _ in range(num_channels)]
+
+
+def _program(
+    memories: list[_Memory], capacity: int, rank: int, runs: Any, run: int, block: int, wide: int, link: Link, call: int
+) -> Iterator[bool]:
+    """`fold_runs_kernel` of `wide` channels from `block` on, in steps; yields whether it could take one."""
+    own, (to, source) = memories[rank], (int(runs.target[run]), int(runs.source[run]))
+    per_message = len(runs.per_message)
+    out = int(runs.target_message[run]) * per_message + block
+    into = int(runs.source_message[run]) * per_message + block
+    if to >= 0:
+        sent = _wrapped(own.counts[Count.SENT][to * capacity + out] + 1)
+        for u in range(wide):
+            while _wrapped(own.counts[Count.READ][to * capacity + out + u] - (sent - PLACES)) < 0:
+                yield False
+            yield True
+    if source >= 0:
+        received = _wrapped(own.counts[Count.RECEIVED][source * capacity + into] + 1)
+        for u in range(wide):
+            while _wrapped(own.counts[Count.WRITTEN][source * capacity + into + u] - received) < 0:
+                yield False
+            yield True
+        for u in range(wide):
+            found = own.places[source * capacity + into + u][received % PLACES]
+            assert found == (call, link.sequence, link.depth, block + u), "not what was sent to it"
+            yield True
+    if to >= 0:
+        for u in range(wide):
+            memories[to].places[rank * capacity + out + u][sent % PLACES] = (
+                call,
+                link.sequence,
+                link.depth + 1,
+                block + u,
+            )
+            yield True
+        for u in range(wide):
+            memories[to].counts[Count.WRITTEN][rank * capacity + out + u] = sent
+            own.counts[Count.SENT][to * capacity + out + u] = sent
+            yield True
+    if source >= 0:
+        for u in range(wide):
+            memories[source].counts[Count.READ][rank * capacity + into + u] = received
+            own.counts[Count.RECEIVED][source * capacity + into + u] = received
+            yield True
+
+
+def _play(calls: list[tuple[PrefillPlan, int]], sms: int, draw: random.Random) -> None:
+    """The calls, of (plan, channels a message), on all ranks, whose SMs hold `sms` programs; all in any order."""
+    size = calls[0][0].world_size
+    capacity = max(peer_memory.most_messages(plan) * channels for plan, channels in calls)
+    start = draw.choice([0, _wrapped((1 << 31) - 1 - draw.randrange(4)), _wrapped(-draw.randrange(1, 4))])
+    memories = [_Memory(size * capacity, start) for _ in range(size)]
+    launches: list[list[list[Iterator[bool]]]] = [[] for _ in range(size)]
+    for rank in range(size):
+        for number, (plan, channels) in enumerate(calls):
+            for runs, links in zip(chain.mail_on(plan, rank, CPU), chain.mail_links(plan, rank), strict=True):
+                wide = draw.choice([1, 2])  # each end chooses for itself
+                table = SimpleNamespace(per_message=range(channels), **vars(runs))
+                programs = [
+                    _program(memories, capacity, rank, table, run, block, wide, link, number)
+                    for run, link in enumerate(links)
+                    for block in range(0, channels, wide)
+                ]
+                draw.shuffle(programs)
+                launches[rank].append(programs)
+    resident: list[list[Iterator[bool]]] = [[] for _ in range(size)]
+    idle = 0
+    while any(launches) or any(resident):
+        for rank in range(size):
+            if launches[rank] and not launches[rank][0] and not resident[rank]:
+                launches[rank].pop(0)  # a launch begins when the one before has ended
+            while launches[rank] and launches[rank][0] and len(resident[rank]) < sms:
+                resident[rank].append(launches[rank][0].pop())
+        moved = False
+        for rank in draw.sample(range(size), size):
+            for program in draw.sample(resident[rank], len(resident[rank])):
+                if draw.random() < 0.5:
+                    moved = True
+                    continue
+                step = next(program, None)
+                if step is None:
+                    resident[rank].remove(program)
+                moved = moved or step is not False
+        idle = 0 if moved else idle + 1
+        assert idle < 3, "all wait"
+
+
+@settings(max_examples=40, deadline=None)
+@given(first=plans(), seed=st.integers(0, 1 << 20), sms=st.integers(1, 3))
+def test_no_order_of_steps_loses_a_state_or_waits_for_ever(first, seed, sms):
+    """Two plans alternate, and are repeated as a graph's replays are; one has more heads."""
+    draw = random.Random(seed)
+    total, size = 64 * draw.randrange(1, 12), first.world_size
+    other = make_plan([total], size, random_ranges([total], range(size), size, seed, grid=64))
+    calls = [(plan, channels) for plan, channels in ((first, 2), (other, 4)) for _ in range(draw.randrange(1, 4))]
+    draw.shuffle(calls)
+    _play(calls, sms, draw)
+
+
+@pytest.mark.parametrize("plan", [make_plan([64 * 16], 4, "zigzag", "chain"), make_plan(MANY, 3, "zigzag", "chain")])
+def test_many_calls_in_a_row(plan):
+    _play([(plan, 4)] * 12, 2, random.Random(5))
+
+
+# ---- what ranks agree on
+
+
+def _agreeing(rank: int, broken: dict[int, str], requests: list[int], wish: str) -> list[Any]:
+    """Capacities by request where rank's memory cannot be had ("allocate") or mapped ("map"); or what was raised."""
+    patch = pytest.MonkeyPatch()
+
+    def allocate(num_bytes, device):
+        if broken.get(rank) == "allocate" or (broken.get(rank) == "allocate more" and num_bytes > 1 << 21):
+            raise RuntimeError("out of memory")
+        return torch.empty(0)
+
+    def map_(group, device, memory, capacity):
+        if broken.get(rank) == "map":
+            raise RuntimeError("no peer access")
+        return peer_memory.Mailboxes(capacity, torch.zeros(8, dtype=torch.int64))
+
+    for name, stand_in in (
+        ("_allocate", allocate),
+        ("_map", map_),
+        ("_uuid", lambda device: f"gpu {rank}"),
+        ("_unreachable", lambda *_: "no NVLink" if broken.get(rank) == "reach" else None),
+        ("_host", lambda: ("other",) if broken.get(rank) == "host" else ("this",)),
+        ("backend_of", lambda group, kind: "nccl"),
+    ):
+        patch.setattr(peer_memory, name, stand_in)
+    patch.setattr(peer_memory._Peers, "in_order", lambda peers: None)
+    patch.setenv(VARIABLE, wish)
+    group = dist.new_group(list(range(2)))
+    found: list[Any] = []
+    try:
+        for num_channels in requests:
+            try:
+                boxes = peer_memory.mailboxes_of(group, CPU, num_channels)
+                found.append(None if boxes is None else boxes.capacity)
+            except RuntimeError as error:
+                found.append(str(error))
+    finally:
+        patch.undo()
+    return found
+
+
+def _both(*arguments: Any) -> list[Any]:
+    first, second = run_ranks(_agreeing, 2, *arguments)
+    assert first == second
+    return first
+
+
+def test_mailboxes_grow_and_serve_what_needs_less():
+    assert _both({}, [24, 16, 32, 33, 8, 64], "auto") == [32, 32, 32, 64, 64, 64]
+    too_many = peer_memory.MOST_BYTES // peer_memory.PLACE_BYTES
+    assert _both({}, [too_many, 8, too_many, 8], "auto") == [None, 8, None, 8]
+    assert _both({}, [8], "0") == [None]
+
+
+@pytest.mark.parametrize(
+    "what, why",
+    {
+        "allocate": "rank 1: RuntimeError: out of memory",
+        "map": "rank 1: RuntimeError: no peer access",
+        "reach": "rank 1: no NVLink",
+        "host": "ranks are on several hosts",
+    }.items(),
+)
+def test_where_one_rank_cannot_none_does(what, why):
+    assert _both({1: what}, [8, 8], "auto") == [None, None]
+    for said in _both({1: what}, [8, 8], "1"):
+        assert said.startswith(f"{VARIABLE}=1, but mailboxes in peer memory cannot be had: {why}")
+
+
+def test_what_there_is_stays_where_more_cannot_be_had():
+    assert _both({0: "allocate more"}, [8, 128, 128, 8, 256], "auto") == [8, None, None, 8, None]
+
+
+def test_a_capture_does_not_make_them(monkeypatch):
+    monkeypatch.setattr(peer_memory, "is_capturing", lambda: True)
+    monkeypatch.setattr(peer_memory, "backend_of", lambda group, kind: "nccl")
+    group = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(
+        RuntimeError, match=r"no mailboxes for this plan yet: .*gdncp\.warmup with dtype, before a capture"
+    ):
+        peer_memory._Peers(CPU).more(group, 8)
+    monkeypatch.setenv(VARIABLE, "0")
+    assert peer_memory._Peers(CPU).more(group, 8) is None
+
+
+def test_settings(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "yes")
+    with pytest.raises(ValueError, match="GDNCP_PEER_MEMORY must be one of auto, 0, 1, got 'yes'"):
+        peer_memory.setting()
+    for value, meant in {"": "auto", "auto": "auto", "0": "0", "1": "1"}.items():
+        monkeypatch.setenv(VARIABLE, value)
+        assert peer_memory.setting() == meant
+
+
+def _settings_differ(rank: int) -> str:
+    patch = pytest.MonkeyPatch()
+    patch.setenv(VARIABLE, str(rank))
+    try:
+        agree_or_raise(None, None, None, {})
+    except ValueError as error:
+        return str(error)
+    finally:
+        patch.undo()
+    return "nothing"
+
+
+def test_settings_are_the_same_on_every_rank():
+    for said in run_ranks(_settings_differ, 2):
+        assert said.startswith("ranks differ in GDNCP_PEER_MEMORY: '0' on rank 0; '1' on rank 1")
+
+
+def _over_gloo(rank: int) -> str:
+    plan = make_plan(LONG, 2, "contiguous", "chain")
+    maps, entry_states, expected = rank_share(plan, rank, make_problem(plan))
+    stats = state_fixup(plan, rank, maps, entry_states, _MailFold(rank, {}))
+    assert same_bits(entry_states, expected)
+    return stats.transport
+
+
+def test_what_a_fold_could_send_by_mail_goes_over_gloo_where_the_group_is():
+    assert run_ranks(_over_gloo, 2) == ["gloo", "gloo"]
+
+
+def test_a_place_holds_the_widest_rows():
+    assert peer_memory.PLACE_BYTES == CHANNEL_ROWS * 128 * 4
+    assert peer_memory.memory_bytes(2, 256) == 128 + 2 * 256 * (16 + 2 * 8192)
