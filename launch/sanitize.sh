@@ -10,6 +10,7 @@
 #     COMPUTE_SANITIZER   the tool, where it is not on PATH
 #     SANITIZE_SECONDS    what each tool may take (600)
 #     SANITIZE_CASES      only cases with this in their name, e.g. hopper or "triton bare"
+#     SANITIZE_AT_ONCE    1: the tools run side by side, which is quicker where the GPU has the memory
 #     SANITIZE_OPTIONS    more options for compute-sanitizer
 #     SANITIZE_LOGS       a folder for the full reports (a fresh one)
 set -uo pipefail
@@ -59,10 +60,9 @@ options() {  # of one tool, into the array `chosen`
     esac
 }
 
-failed=0
-for tool in "${tools[@]}"; do
+check() { # TOOL: prints its line, and what it found to stderr; 1 where there is something
+    local tool="$1" started=$SECONDS log="$logs/$1.txt" code found verdict chosen
     options "$tool"
-    log="$logs/$tool.txt" started=$SECONDS
     rm -f "$log"
     # shellcheck disable=SC2086  # several options
     timeout --kill-after=20 "$limit" "$sanitizer" --tool "$tool" --target-processes application-only --error-exitcode 9 \
@@ -80,10 +80,20 @@ for tool in "${tools[@]}"; do
         code=1  # hazards that racecheck takes for warnings
     fi
     printf '%-10s %s (%d s)\n' "$tool" "$verdict" $((SECONDS - started))
-    if [ "$code" -ne 0 ]; then
-        failed=1
-        { head -n 40 "$log"; tail -n 10 "$logs/$tool.out.txt"; } >&2 2>/dev/null
+    [ "$code" -ne 0 ] || return 0
+    { head -n 40 "$log"; tail -n 10 "$logs/$tool.out.txt"; } >&2 2>/dev/null
+    return 1
+}
+
+failed=0 running=()
+for tool in "${tools[@]}"; do
+    if [ "${SANITIZE_AT_ONCE:-0}" = 1 ]; then
+        check "$tool" &
+        running+=($!)
+    else
+        check "$tool" || failed=1
     fi
 done
+for job in ${running[@]+"${running[@]}"}; do wait "$job" || failed=1; done
 echo "reports: $logs"
 exit "$failed"

@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.kernels import sanitized
 
@@ -91,6 +94,50 @@ def test_a_tool_out_of_time_fails_and_the_next_runs(tmp_path):
     done = sanitize(tmp_path, "memcheck", "initcheck", SECONDS_memcheck="60", SANITIZE_SECONDS="1")
     assert done.returncode == 1
     assert "not done within 1 s" in done.stdout and "initcheck  0 errors" in done.stdout
+
+
+def test_tools_side_by_side(tmp_path):
+    """Each waits for another to have begun; one that finds something fails, whichever ends last."""
+    meet = {f"SECONDS_{tool}": seconds for tool, seconds in zip(SUMMARIES, ("2", "2", "2"), strict=True)}
+    started = time.monotonic()
+    done = sanitize(tmp_path, SANITIZE_AT_ONCE="1", found={"memcheck": 3}, **meet)
+    assert time.monotonic() - started < 6, "one after the other they take six seconds"
+    assert done.returncode == 1 and sorted(line.split()[:2] for line in done.stdout.splitlines()[:-1]) == [
+        ["initcheck", "0"],
+        ["memcheck", "3"],
+        ["racecheck", "0"],
+    ]
+
+
+def test_all_cases_of_a_set_must_launch_every_kernel(monkeypatch):
+    """Made-up cases, of which one launches: also where a set is asked for by its name, but not where a case is."""
+    from triton import knobs
+
+    hook = type(knobs.runtime.launch_enter_hook)()
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", hook)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(sanitized, "get_backend", lambda _: SimpleNamespace(rejection_reason=lambda **_: None))
+    monkeypatch.setattr(sanitized, "SETS", sanitized.SETS[:1])
+    monkeypatch.setattr(sanitized, "kernels", lambda _: {"a_kernel", "b_kernel"})
+
+    def launches(*names):
+        def case(_):
+            for name in names:
+                hook(SimpleNamespace(get=lambda: {"name": name}))  # noqa: B023  called at once
+
+        return case
+
+    one, other = launches("a_kernel"), launches("b_kernel")
+    one.__name__, other.__name__ = "one", "other"
+    monkeypatch.setattr(sanitized, "CASES", (one, other))
+    sanitized.run("triton")
+    monkeypatch.setattr(sanitized, "CASES", (one,) * 2)
+    sanitized.run("triton one 64 and more")  # none at all
+    monkeypatch.setattr(sanitized, "CASES", (one, launches()))
+    sanitized.run("one")
+    for all_ in ("", "triton"):
+        with pytest.raises(SystemExit, match="triton 64: never launched: b_kernel"):
+            sanitized.run(all_)
 
 
 def test_no_summary_a_failing_program_and_an_unknown_tool(tmp_path):
