@@ -92,10 +92,11 @@ def candidates(problem: Problem) -> list[Row]:
         slices = [s for s in (32, 64, 128) if s <= k_dim] or [k_dim]
         # with eight warps where wgmma may be used, Triton 3.6 gave wrong products of register operands on an H200
         warps = (4, 8) if precision == "ieee" else (4,)
-        return [problem.row(w, b, s) for w, b, s in product(warps, blocks, slices)]
+        # loads that travel ahead paid where slices are small; two stages never did
+        return [replace(problem.row(w, b, s), num_stages=n) for w, b, s, n in product(warps, blocks, slices, (1, 3))]
     if problem.kernel == "fold":
         return [problem.row(w, b) for w, b in product((1, 2, 4), (16, 32, 64)) if b <= k_dim]
-    return [problem.row(w) for w in ((1, 2, 4) if problem.kernel == "cut" else (2, 4, 8))]
+    return [problem.row(w) for w in ((1, 2, 4) if problem.kernel == "cut" else (1, 2, 4, 8))]
 
 
 def refused(arch: int, row: Row) -> str | None:
@@ -244,7 +245,9 @@ def best_of(bench: Bench, problem: Problem, rows: Sequence[Row], say: Callable[[
 
 def _show(row: Row) -> str:
     parts = [f"{row.num_warps} warps", *(f"{n} {v}" for n in ("block", "slice") if (v := getattr(row, n)) is not None)]
-    return f"    {', '.join(parts):32}"
+    if row.num_stages > 1:
+        parts.append(f"{row.num_stages} stages")
+    return f"    {', '.join(parts):42}"
 
 
 def tune(table: LaunchTable, wanted: Sequence[Problem], args: argparse.Namespace) -> Iterator[LaunchTable]:
