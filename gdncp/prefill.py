@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from gdncp import api
+from gdncp.installed import need
 
 
 class _CallableModule(ModuleType):
@@ -25,6 +26,7 @@ sys.modules[__name__].__class__ = _CallableModule
 
 @record  # a rank's traceback reaches torchrun
 def main() -> None:
+    need("gdncp.prefill", "cli", "hydra", "rich")
     from gdncp.cli import control, ranks  # the library call needs neither Hydra nor rich
 
     with ranks.join() as peers:

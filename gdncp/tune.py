@@ -32,7 +32,7 @@ import torch
 from gdncp.backends.triton_version import need_triton
 
 if __name__ == "__main__":
-    need_triton("python -m gdncp.tune")
+    need_triton("gdncp.tune")
 
 import triton
 from triton import knobs

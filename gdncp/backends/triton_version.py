@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from functools import cache
 from importlib.metadata import version
+
+from gdncp.installed import stop
 
 MIN_TRITON = (3, 4)  # what the plain kernels need
 
@@ -22,8 +23,7 @@ def triton_rejection_reason(minimum: tuple[int, int], module: str = "triton") ->
     return None
 
 
-def need_triton(prog: str, minimum: tuple[int, int] = MIN_TRITON) -> None:
-    """For a command that imports it at once: ends the program with one line and exit code 2 where it cannot."""
-    if (reason := triton_rejection_reason(minimum)) is not None:
-        print(f"{prog}: error: {reason}  pip install 'gdncp[triton]'", file=sys.stderr)
-        sys.exit(2)
+def need_triton(command: str) -> None:
+    """As `gdncp.installed.need`, for a command that imports Triton at once."""
+    if (reason := triton_rejection_reason(MIN_TRITON)) is not None:
+        stop(command, reason, "triton")

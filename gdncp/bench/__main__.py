@@ -19,6 +19,11 @@ from typing import Any
 
 import torch
 
+from gdncp.installed import need
+
+if __name__ == "__main__":
+    need("gdncp.bench", "cli", "rich")
+
 from gdncp import store
 from gdncp.bench import machine, tables
 from gdncp.bench.cases import GATES, PRESETS, Case, Shape

@@ -25,6 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from gdncp.installed import need
+
+if __name__ == "__main__":
+    need("gdncp.calibrate", "cli", "rich")
+
 from rich import box
 from rich.console import Console
 from rich.table import Table

@@ -17,6 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gdncp.installed import need
+
+if __name__ == "__main__":
+    need("gdncp.plan", "cli", "rich")
+
 from rich.console import Console
 
 from gdncp.argument_parser import Parser, as_options, lanes, output_files, write_file

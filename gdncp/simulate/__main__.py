@@ -20,6 +20,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from gdncp.installed import need
+
+if __name__ == "__main__":
+    need("gdncp.simulate", "cli", "rich")
+
 from rich.console import Console
 from rich.table import Table
 

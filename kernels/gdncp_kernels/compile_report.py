@@ -29,7 +29,7 @@ import torch
 from gdncp.backends.triton_version import need_triton
 
 if __name__ == "__main__":
-    need_triton("python -m gdncp_kernels.compile_report")
+    need_triton("gdncp_kernels.compile_report")
 
 from gdncp.backends import get_backend
 from gdncp.backends.base import Precision, TokenInputs
