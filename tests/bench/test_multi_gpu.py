@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gdncp.bench import report
-from gdncp.bench.cases import Case
+from gdncp.bench.cases import Case, Shape
 from gdncp.bench.multi_gpu import checks, merge, page, peers, times, trace
 from gdncp.bench.multi_gpu.book import Book
 from gdncp.bench.multi_gpu.ours import Planned
@@ -20,6 +20,7 @@ from gdncp.bench.multi_gpu.ranks import Ranks
 from gdncp.bench.multi_gpu.small_cases import SMALL_CASES
 from gdncp.bench.multi_gpu.variants import every_choice, explicit_ranges
 from gdncp.calibrate.links import fit_line, measure_links
+from gdncp.collectives.peer_memory import VARIABLE
 from tests.distributed.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +154,7 @@ def test_what_a_trace_says_of_an_exchange():
     call = [(spin, (0, 100)), (nccl, (100, 110)), ("scan", (120, 200)), (nccl, (180, 230)), ("prefill", (225, 300))]
     later = [(name, (a + 1000, b + 1000)) for name, (a, b) in call]
     found = trace.exchange_of([(nccl, (-5.0, -1.0)), *call, *later], 2)
-    assert found == {"nccl_us": 50, "overlapped_us": 25, "exposed_us": 25, "call_us": 180}
+    assert found == {"nccl_us": 50, "overlapped_us": 25, "exposed_us": 25, "fold_us": 0, "call_us": 180}
 
 
 class _Peer:
@@ -189,6 +190,29 @@ def test_a_peer_is_timed_where_it_is_right(tmp_path):
     (row,) = found["peers"]
     assert row["peer"] == "right" and row["eager_ms"] > 0 and row["from_ours"] < 1e-5
     assert found["failures"] == ["wrong: ValueError: 0.001 from ours: not timed"]
+
+
+def _by_messages(rank: int) -> list[str | None]:
+    """What the environment says outside and inside."""
+    ranks, preset = Ranks(rank, 2, torch.device("cpu"), "gloo", float("inf")), PRESETS["tiny"]
+    case = Case(preset.shapes[0], "one", preset.dtype, ranks.device)
+    ours = Planned(ranks, case, [case.tokens(seed=1)], preset, 2)
+    with ours.by_messages():
+        inside = os.environ.get(VARIABLE)
+        assert ours.calls[0]().fixup.transport == "gloo" and ours.group.size() == 2
+    return [inside, os.environ.get(VARIABLE)]
+
+
+def test_the_planners_choice_is_timed_with_states_sent_by_nccl_too():
+    assert run_ranks(_by_messages, 2) == [["0", None]] * 2
+    preset, tokens = PRESETS["h200"], Case(Shape(256, 1, 1, 2, 32), "one", torch.float32, torch.device("cpu")).tokens(1)
+
+    def names(length: int, backend: str) -> list[str]:
+        shape = Shape(length, 1, *preset.heads[0], preset.head_dim)
+        return [name for name, _ in times.variants(preset, shape, tokens, backend)]
+
+    assert times.BY_MESSAGES in names(131072, "nccl")
+    assert times.BY_MESSAGES not in names(131072, "gloo") + names(32768, "nccl")
 
 
 # ---- the page

@@ -5,6 +5,7 @@ Each rank computes the world-size-1 result itself, with the same CP chunks, and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -117,11 +118,11 @@ def check_small(ranks: Ranks, case: SmallCase, backend: str, dtype: torch.dtype,
     )
     tolerance = TOLERANCE[dtype] * (2 if case.beta_max > 1 and dtype != torch.float32 else 1)
 
-    def bind(plan: gdncp.PrefillPlan, rank: int) -> tuple[Callable[[], Any], Held]:
+    def bind(plan: gdncp.PrefillPlan, rank: int) -> tuple[Callable[[], gdncp.PrefillResult], Held]:
         held, tokens = hold(case, inputs, plan, rank), inputs.tokens(plan, rank)
 
-        def call() -> None:
-            gdncp.prefill(
+        def call() -> gdncp.PrefillResult:
+            return gdncp.prefill(
                 plan,
                 *tokens,
                 gate_space="log" if case.log_gates else "linear",
@@ -156,7 +157,8 @@ def check_small(ranks: Ranks, case: SmallCase, backend: str, dtype: torch.dtype,
             for captured in (False, True) if also_captured else (False,):
                 again = _captured(call, ranks) if captured else call
                 held.reset()
-                again()
+                result = again()
+                tally.sent_by(result)
                 if plan.reproducible:
                     equal = same_rows(case, plan, ranks.rank, held, alone[str(span)])
                     tally.promised_one(name, captured, equal)
@@ -203,6 +205,12 @@ class Tally:
         self.promised = self.equal = self.captured = self.captured_equal = self.near = self.left_out = 0
         self.verdicts: dict[str, str] = {}  # of configurations that are not as promised
         self.farthest = 0.0  # of those that promise no bits
+        self.transports: Counter[str] = Counter()  # what carried the states, eager
+
+    def sent_by(self, result: gdncp.PrefillResult | None) -> None:
+        """None: a graph's replay."""
+        if result is not None:
+            self.transports[result.fixup.transport] += 1
 
     def promised_one(self, name: str, captured: bool, equal: bool) -> None:
         if captured:
@@ -233,6 +241,7 @@ class Tally:
             "without_promise": min(t.near for t in tallies),
             "without_promise_error": max(t.farthest for t in tallies),
             "left_out": max(t.left_out for t in tallies),
+            "transports": dict(tallies[0].transports),
             "error": max(error for _, error in everyone),
             "wrong": wrong,
         }
@@ -329,7 +338,9 @@ def check_large(ranks: Ranks, preset: Preset, gates: str) -> dict[str, Any]:
             )
             runs = (call, captured) if ranks.captures and choice["ownership"] == "contiguous" else (call,)
             for run_it in runs:
-                pairs = _rows_of_both(plan, ranks.rank, run_it(plan, ranks.rank), alone[str(span)])
+                result = run_it(plan, ranks.rank)
+                tally.sent_by(None if run_it is captured else result)
+                pairs = _rows_of_both(plan, ranks.rank, result, alone[str(span)])
                 if plan.reproducible:
                     tally.promised_one(name, run_it is captured, all(torch.equal(x, y) for x, y in pairs))
                 else:

@@ -1,8 +1,8 @@
 """A rank is killed while ranks exchange: what the others say, and after how long.
 
-The launcher starts the ranks itself, since torchrun would end the survivors.  Two ways to be told, side by side:
-as the group is by default (NCCL: a watchdog ends the process), and with TORCH_NCCL_BLOCKING_WAIT=1, under which the
-call raises.
+The launcher starts the ranks itself, since torchrun would end the survivors.  Over NCCL three ways to be told, side by
+side: by default, where a chain goes by mail (its kernel waits and ends by an assertion); states sent by NCCL (a
+watchdog ends the process); and those with TORCH_NCCL_BLOCKING_WAIT=1, under which the call raises.
 """
 
 from __future__ import annotations
@@ -28,10 +28,15 @@ from gdncp.bench.cases import Case, Shape
 from gdncp.bench.multi_gpu.ours import Planned
 from gdncp.bench.multi_gpu.presets import PRESETS
 from gdncp.bench.multi_gpu.ranks import join
+from gdncp.collectives.peer_memory import VARIABLE
 
 GROUP_TIMEOUT = 10.0  # seconds
 START_LIMIT, END_LIMIT = 35.0, 40.0  # seconds for ranks to begin, and for survivors to end
-WAYS = {"default": {}, "blocking wait": {"TORCH_NCCL_BLOCKING_WAIT": "1"}}
+WAYS = {
+    "default": {},
+    "by NCCL": {VARIABLE: "0"},
+    "by NCCL, blocking wait": {VARIABLE: "0", "TORCH_NCCL_BLOCKING_WAIT": "1"},
+}
 TELLING = ("broke off", "Watchdog", "terminate called", "what():", "Error")
 
 
@@ -111,7 +116,8 @@ class Processes:
         row = {"rank": rank, "exit_code": self._ranks[rank].poll(), "ended_after_s": ended and round(ended, 2)}
         raised = [json.loads(line) for line in lines if line.startswith('{"raised"')]
         if raised:
-            return row | {"seconds": round(raised[0]["at"] - killed, 2), "said": raised[0]["raised"], "raised": True}
+            words = [*[line for line in lines if "Assertion" in line][:1], raised[0]["raised"]]  # a kernel's first
+            return row | {"seconds": round(raised[0]["at"] - killed, 2), "said": " ".join(words), "raised": True}
         telling = [line for line in lines if any(word in line for word in TELLING)]
         said = " ".join(telling[:3])[:1500] or f"nothing within {END_LIMIT:.0f} s"
         return row | {"seconds": row["ended_after_s"], "said": said, "raised": False}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,7 @@ from gdncp.bench.cases import Case, Tokens
 from gdncp.bench.multi_gpu.presets import Preset
 from gdncp.bench.multi_gpu.ranks import Ranks
 from gdncp.collectives import FixupStats
+from gdncp.collectives.peer_memory import VARIABLE
 
 Parts = list[torch.Tensor]  # q, k, v, log alpha, beta of one rank
 
@@ -57,6 +60,20 @@ class Planned:
     def calls_without_exchange(self) -> list[Callable[[], Any]]:
         """Stages 1, 2 and 4 alone, without the exchange and the local fold: results are wrong, times are not."""
         return [partial(self._run_without_exchange, parts) for parts in self._own]
+
+    @contextmanager
+    def by_messages(self) -> Iterator[None]:
+        """The calls, of which the first is to come inside, go over a group that has no mailboxes; all ranks enter."""
+        self.group = dist.new_group()
+        wish = os.environ.get(VARIABLE)
+        os.environ[VARIABLE] = "0"  # asked for once a group
+        try:
+            yield
+        finally:
+            if wish is None:
+                del os.environ[VARIABLE]
+            else:
+                os.environ[VARIABLE] = wish
 
     def stages(self) -> dict[str, float]:
         """Seconds per stage of one eager call of this rank."""

@@ -33,7 +33,7 @@ def markdown(found: Found, level: int = 1) -> str:
         ("Peers", peers(parts)),
         ("Weak scaling", weak(parts)),
         ("What the exchange adds", exchange(parts, size)),
-        ("NCCL's kernels in traces, µs a call, slowest rank", traces(parts)),
+        ("NCCL's kernels and folds in traces, µs a call, slowest rank", traces(parts)),
         ("Predicted and measured, ms per stage, slowest rank, eager", stages(parts)),
         ("Links", links(parts)),
         ("Same bits as one GPU", checks(parts)),
@@ -172,7 +172,7 @@ def exchange(parts: Found, size: int) -> Grid:
         [
             f"{row['tokens']}, {row['heads']}",
             words(row["gates"]),
-            row["fixup"],
+            f"{row['fixup']} by {row['transport']}" if "transport" in row else row["fixup"],
             ms(row["graph_ms"]),
             ms(row["without_fixup_ms"]),
             f"{row['exposed_us']:.0f}",
@@ -188,14 +188,15 @@ def exchange(parts: Found, size: int) -> Grid:
 
 
 def traces(parts: Found) -> Grid:
-    names = ("nccl_us", "overlapped_us", "exposed_us", "call_us")
+    names = ("nccl_us", "overlapped_us", "exposed_us", "fold_us", "call_us")
     lines = [
         [str(row["tokens"]), words(row["gates"]), row["kind"]]
-        + [f"{max(of_rank[name] for of_rank in row['ranks']):.0f}" for name in names]
+        + [f"{max(r[name] for r in row['ranks']):.0f}" if name in row["ranks"][0] else NOTHING for name in names]
         for row in of(parts, "times", "traces")
     ]
-    note = "NCCL's kernels wait for the peer, and that wait counts."
-    return Grid(note, ["tokens", "gates", "call", "NCCL", "other kernels beside", "alone", "whole call"], lines)
+    note = "NCCL's kernels, and folds where states go by mail, wait for the peer, and that wait counts."
+    columns = ["tokens", "gates", "call", "NCCL", "other kernels beside", "alone", "folds of runs", "whole call"]
+    return Grid(note, columns, lines)
 
 
 def stages(parts: Found) -> Grid:
@@ -235,8 +236,10 @@ def checks(parts: Found) -> Grid:
         engine = f"{row['backend']}, {row['dtype']}" if "backend" in row else NOTHING
         cells = [case, engine, f"{row['equal']} of {row['promised']}"]
         cells += [f"{row['captured_equal']} of {row['captured']}", str(row["left_out"]), f"{row['error']:.1e}"]
+        cells.append(", ".join(f"{count} {name}" for name, count in row.get("transports", {}).items()) or NOTHING)
         lines.append([*cells, f"{row['without_promise_error']:.1e}" if row["without_promise"] else NOTHING])
-    columns = ["case", "kernels", "eager", "captured", "left out", "one GPU off float64", "plans without the promise"]
+    columns = ["case", "kernels", "eager", "captured", "left out", "one GPU off float64", "states by"]
+    columns.append("plans without the promise")
     return Grid("", columns, lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ MANY_SETS_UP_TO = 131072  # tokens: three input sets, beyond that two
 TARGET_MS, MAX_ITERATIONS = 100.0, 50
 HOST_CALLS, STAGE_CALLS = 21, 7
 MAX_HOLD_MS = 20.0
+BY_MESSAGES = "auto, by NCCL"
 
 
 def run(book: Book, preset: Preset) -> None:
@@ -50,21 +52,22 @@ def _case(book: Book, preset: Preset, clock: RankClock, shape: Shape, gates: str
         one = Planned(ranks, case, sets, preset, 1)
         book.add("one_gpu", about | measure(clock, one.calls, preset) | _about(one))
         one.calls[0]()
-        for variant, choice in variants(preset, shape, sets[0]):
+        for variant, choice in variants(preset, shape, sets[0], ranks.backend):
             if variant != "auto" and not book.room_for(f"{name}, {variant}"):
                 break
             with book.failures_of(f"{name}, {variant}"):
                 ours = Planned(ranks, case, sets, preset, ranks.size, **choice)
                 row: dict[str, Any] = about | {"variant": variant} | _about(ours)
-                ours.calls[0]()
+                with ours.by_messages() if variant == BY_MESSAGES else nullcontext():
+                    row["transport"] = ours.calls[0]().fixup.transport
                 row["error"] = error = max(ranks.together(_difference(ours, one)))
                 if not error <= TOLERANCE[case.dtype]:
                     raise ValueError(f"{error:.2g} off one GPU: not timed")
                 row |= measure(clock, ours.calls, preset)
                 if variant == "auto":
                     row |= stages(ranks, clock, ours, row["host_us"] / 1e3)
-                    if ranks.captures and ours.plan.crosses_ranks:
-                        row |= exposed(ranks, clock, ours, preset, row["graph_ms"])
+                if variant in ("auto", BY_MESSAGES) and ranks.captures and ours.plan.crosses_ranks:
+                    row |= exposed(ranks, clock, ours, preset, row["graph_ms"])
                 book.add("times", row)
                 if variant == "auto":
                     alone = _ms(book.found["one_gpu"][-1])
@@ -72,11 +75,16 @@ def _case(book: Book, preset: Preset, clock: RankClock, shape: Shape, gates: str
                     book.say(f"{name}: one {alone}, {ranks.size} ranks {_ms(row)}, {chosen}")
 
 
-def variants(preset: Preset, shape: Shape, tokens: Tokens) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of `plan_prefill`): the planner alone, told of the gates, and each of its choices by name."""
+def variants(preset: Preset, shape: Shape, tokens: Tokens, backend: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of `plan_prefill`): the planner alone, told of the gates, and each of its choices by name.
+
+    Also the planner's choice with states sent by NCCL, at the longest of the detailed lengths.
+    """
     yield "auto", {}
     if (shape.num_k_heads, shape.num_v_heads) != preset.heads[0]:
         return
+    if backend == "nccl" and shape.num_tokens == preset.detailed[-1]:
+        yield BY_MESSAGES, {}
     yield "half-lives told", {"head_half_lives": half_lives(tokens)}
     if shape.num_tokens in preset.detailed:
         for fixup in FIXUPS[:3]:

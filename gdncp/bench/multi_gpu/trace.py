@@ -68,10 +68,10 @@ def read_kernels(path: Path) -> list[tuple[str, Span]]:
 
 
 def exchange_of(kernels: list[tuple[str, Span]], num_calls: int) -> dict[str, float]:
-    """Per call, in µs: NCCL's kernels, how much of that other kernels run beside, the rest, and the call as a whole.
+    """Per call, in µs: NCCL's kernels, how much of that others run beside, the rest, folds of runs, and the whole call.
 
-    A call begins after the alignment: `_sleep`'s kernel, then one of NCCL's.  NCCL's kernels wait for the peer, and
-    that wait is in these figures.
+    A call begins after the alignment: `_sleep`'s kernel, then one of NCCL's.  NCCL's kernels, and folds by mail, wait
+    for the peer, and that wait is in these figures.
     """
     calls: list[list[tuple[str, Span]]] = []
     for name, span in kernels:
@@ -79,7 +79,7 @@ def exchange_of(kernels: list[tuple[str, Span]], num_calls: int) -> dict[str, fl
             calls.append([])
         elif calls:
             calls[-1].append((name, span))
-    nccl = beside = whole = 0.0
+    nccl = beside = folds = whole = 0.0
     for call in calls:
         first = next((i for i, (name, _) in enumerate(call) if is_nccl(name)), None)
         inside = [] if first is None else call[first + 1 :]
@@ -88,9 +88,12 @@ def exchange_of(kernels: list[tuple[str, Span]], num_calls: int) -> dict[str, fl
         exchanges, others = _union(s for n, s in inside if is_nccl(n)), _union(s for n, s in inside if not is_nccl(n))
         nccl += sum(b - a for a, b in exchanges)
         beside += _overlap(exchanges, others)
+        folds += sum(b - a for name, (a, b) in inside if "fold_runs" in name)
         whole += max(b for _, (_, b) in inside) - min(a for _, (a, _) in inside)
     n = max(1, num_calls)
-    return {"nccl_us": nccl / n, "overlapped_us": beside / n, "exposed_us": (nccl - beside) / n, "call_us": whole / n}
+    exposed = nccl - beside
+    found = {"nccl_us": nccl, "overlapped_us": beside, "exposed_us": exposed, "fold_us": folds, "call_us": whole}
+    return {name: us / n for name, us in found.items()}
 
 
 def is_nccl(name: str) -> bool:
