@@ -214,8 +214,8 @@ def warmup(
     """Do what a plan's first call does once, so that it costs what later ones cost, and can be captured in a graph.
 
     Without `dtype`: upload the plan's tables and compare digests across ranks.  With it, also run one prefill on zeros,
-    allocated for the time of the call: kernels are compiled and loaded, NCCL connects.  A collective where the plan has
-    several ranks.
+    allocated for the time of the call: kernels are compiled and loaded, NCCL connects, GPUs map each other's memory.  A
+    collective where the plan has several ranks.
 
     Args:
         plan, device, group: as in the calls to come.
