@@ -72,9 +72,25 @@ def fixup_load(pieces: Segments, world_size: int, num_heads: int, head_dim: int,
     )
 
 
-def fold_seconds(profile: CostProfile, depth: int, num_maps: float, num_heads: float, head_dim: int) -> float:
-    """Folding `num_maps` maps, `depth` of them one after the other."""
-    return depth * profile.fold_launch_s + num_maps * num_heads * profile.fold_head_s * (head_dim / 128) ** 3
+def fold_seconds(
+    profile: CostProfile, depth: int, num_maps: float, num_heads: float, head_dim: int, alone: bool = False
+) -> float:
+    """Folding `num_maps` maps, `depth` of them one after the other.
+
+    alone: each step is a launch of its own, also where a launch takes whole runs.
+    """
+    step = profile.launch_s if alone and profile.folds_runs else profile.fold_launch_s
+    return depth * step + num_maps * num_heads * profile.fold_head_s * (head_dim / 128) ** 3
+
+
+def copy_seconds(profile: CostProfile, num_maps: float, num_heads: float, head_dim: int, launches: int = 1) -> float:
+    """Copying maps, of which a transition is a half.
+
+    A fold of whole runs takes what it moves, and copying a map moves as much, give or take a quarter (75 ns a head at
+    an H200's 3.5 TB/s); another fold takes much longer than a copy, of which only the launch counts then.
+    """
+    moved = num_maps * num_heads * profile.fold_head_s * (head_dim / 128) ** 2 if profile.folds_runs else 0.0
+    return launches * profile.fold_launch_s + moved
 
 
 def span_launches(profile: CostProfile) -> int:
@@ -94,11 +110,26 @@ def fixup_seconds(profile: CostProfile, load: FixupLoad) -> dict[str, float]:
         depth, count = min(load.fold_span, load.cp_chunks_per_rank) - 1, load.cp_chunks_per_rank
         steps = span_launches(profile) * depth
         inside = sum(_fold(profile, load, times * steps, times * count) for times in (2, 1))
+        # transitions beside zeros; the states of spans to those of CP chunks
+        inside += _copy(profile, load, count, launches=2) + _copy(profile, load, count / load.fold_span, launches=2)
     return {name: seconds(profile, load) + inside for name, seconds in strategies.items()}
 
 
-def _fold(profile: CostProfile, load: FixupLoad, depth: int, num_maps: float, num_heads: float | None = None) -> float:
-    return fold_seconds(profile, depth, num_maps, num_heads or load.num_heads, load.head_dim)
+def _fold(
+    profile: CostProfile,
+    load: FixupLoad,
+    depth: int,
+    num_maps: float,
+    num_heads: float | None = None,
+    alone: bool = False,
+) -> float:
+    return fold_seconds(profile, depth, num_maps, num_heads or load.num_heads, load.head_dim, alone)
+
+
+def _copy(
+    profile: CostProfile, load: FixupLoad, num_maps: float, num_heads: float | None = None, launches: int = 1
+) -> float:
+    return copy_seconds(profile, num_maps, num_heads or load.num_heads, load.head_dim, launches)
 
 
 def _message(profile: CostProfile, size: float, *, far: bool) -> float:
@@ -132,7 +163,8 @@ def _all_gather(profile: CostProfile, load: FixupLoad) -> float:
     # every rank is padded to the most; a first CP chunk has no transition
     volume = (load.world_size - 1) * (2 * load.maps_per_rank - (load.num_hops == 1)) * load.state_bytes
     folds = _fold(profile, load, load.depth - 1, load.num_maps - 1)
-    return profile.collective_s + profile.message_s + volume / rate + folds
+    copies = _copy(profile, load, load.maps_per_rank) + _copy(profile, load, load.num_maps)  # packed, unpacked
+    return profile.collective_s + profile.message_s + volume / rate + folds + copies
 
 
 def _head_sharded(profile: CostProfile, load: FixupLoad) -> float:
@@ -143,6 +175,9 @@ def _head_sharded(profile: CostProfile, load: FixupLoad) -> float:
     states = min(load.states_per_rank * world, load.num_maps)  # handed on, in all
     most, everything = load.maps_per_rank * load.map_bytes, load.num_maps * load.map_bytes
     seconds = _fold(profile, load, load.depth - 1, load.num_maps - 1, own_heads)
+    # maps are packed and unpacked, and so are entry states, half a map each
+    seconds += _copy(profile, load, load.maps_per_rank) + _copy(profile, load, load.num_maps, own_heads)
+    seconds += _copy(profile, load, states / 2, own_heads) + _copy(profile, load, load.states_per_rank / 2)
     apart = (world - node) / world  # of the others, in other nodes
     peers = max(min(world, load.num_heads), math.ceil(load.num_maps / load.maps_per_rank)) * apart
     for size in (max(most, everything * share), load.state_bytes * max(load.states_per_rank, states * share)):
@@ -166,13 +201,16 @@ def _tree(profile: CostProfile, load: FixupLoad) -> float:
         leaving = number if stride >= profile.ranks_per_node or not far else math.ceil(number / 2)
         return _message(profile, leaving * size, far=far)
 
+    packing = _copy(profile, load, number, launches=number)  # of maps; states are sent from where they are
     seconds = profile.collective_s + message(1, load.map_bytes if strides else load.state_bytes)
+    seconds += packing * bool(strides) + _copy(profile, load, number / 2, launches=number)  # in the end, entry states
     for stride in strides[:-1]:
-        seconds += message(stride, load.map_bytes) + _fold(profile, load, 2, 2 * number)
+        seconds += packing + message(stride, load.map_bytes) + _fold(profile, load, 2, 2 * number, alone=True)
     if strides:
-        seconds += message(strides[-1], load.state_bytes) + _fold(profile, load, 1, number)
+        seconds += message(strides[-1], load.state_bytes) + _fold(profile, load, 1, number, alone=True)
     # within a rank: composing, then folding through
-    return seconds + (load.maps_per_rank - 1) * _fold(profile, load, 3, 3)
+    within = _fold(profile, load, 2, 2, alone=True) + _fold(profile, load, 1, 1)
+    return seconds + (load.maps_per_rank - 1) * within
 
 
 # ---- the whole plan

@@ -26,7 +26,7 @@ from gdncp.collectives.schedule import (
 )
 from gdncp.collectives.spans import Span, spans_of
 from gdncp.plan import PrefillPlan
-from gdncp.plan.cost import fold_seconds, span_launches
+from gdncp.plan.cost import copy_seconds, fold_seconds, span_launches
 from gdncp.plan.overlap import EXCHANGE_WORKERS
 from gdncp.plan.profiles import CostProfile
 from gdncp.plan.stage_model import Units
@@ -97,14 +97,17 @@ class Rank:
 
     # ---- folds, on this rank's GPU
 
-    def fold(self, runs: Iterable[range], heads: float | None = None, *, copies: int = 1) -> Event:
-        """Fold runs, given as positions of maps; `heads`: of how many, all by default; `copies`: see `fold_seconds`."""
+    def fold(self, runs: Iterable[range], heads: float | None = None, *, copies: int = 1, alone: bool = False) -> Event:
+        """Fold runs, given as positions of maps; `heads`: of how many, all by default.
+
+        copies: what a step takes, see `span_launches`.  alone: see `fold_seconds`.
+        """
         plan, profile = self.plan, self.machine.profile
         heads = self.num_heads if heads is None else heads
         runs = [run for run in runs if run]  # a sequence of one CP chunk has nothing to fold
         maps = sum(map(len, runs))
         steps = copies * fold_steps(profile, runs)
-        seconds = fold_seconds(profile, steps, maps, heads, plan.head_dim)
+        seconds = fold_seconds(profile, steps, maps, heads, plan.head_dim, alone)
         # a program per head and 16 rows of V, as long as there are workers
         programs = min(-(-int(heads * len(runs) * plan.head_dim) // FOLD_ROWS), profile.workers)
         return self.machine.gpus[self.rank].launch([Units(programs, seconds)], self._priority)
@@ -112,16 +115,30 @@ class Rank:
     def fold_inside(self, links: Iterable[Link]) -> Event:
         return self.fold(range(link.starts, link.num_maps - (link.next_rank is not None)) for link in links)
 
+    def copy(self, num_maps: float, heads: float | None = None, launches: int = 1) -> Event:
+        """Copy maps; a transition, a local state or another state is half of one."""
+        profile = self.machine.profile
+        seconds = copy_seconds(
+            profile, num_maps, self.num_heads if heads is None else heads, self.plan.head_dim, launches
+        )
+        units = [Units(profile.workers, seconds)] if num_maps and heads != 0 else []
+        return self.machine.gpus[self.rank].launch(units, self._priority)
+
     def compose(self) -> Process:
         """Maps of spans: local states, then transitions."""
         spans = [span for span in spans_of(self.plan, self.rank) if span.row >= 0]
         copies = span_launches(self.machine.profile)
         yield self.fold([range(span.num_items - 1) for span in spans], copies=copies)
-        yield self.fold([range(span.num_items - 1) for span in spans if not span.starts], copies=copies)
+        later = [range(span.num_items - 1) for span in spans if not span.starts]
+        if any(later):
+            yield self.copy(self.plan.rank_plan(self.rank).num_maps, launches=2)
+        yield self.fold(later, copies=copies)
 
-    def fold_in_spans(self, spans: Iterable[Span]) -> Event:
+    def fold_in_spans(self, spans: Iterable[Span], entered: int) -> Process:
+        """entered: how many of their entry states have to be copied there."""
         runs = [range(int(span.starts), span.num_items - 1) for span in spans]
-        return self.fold(runs, copies=span_launches(self.machine.profile))
+        yield self.copy(entered / 2, launches=2)
+        yield self.fold(runs, copies=span_launches(self.machine.profile))
 
     def starting(self) -> Iterable[Link]:
         return (link for link in links_to_fill(self.plan, self.rank) if link.starts)
@@ -165,13 +182,15 @@ def state_fixup(at: Rank) -> Process:
     if plan.fold_span > 1:
         segments = plan.rank_plan(at.rank).segments
         filled = [plan.finish == "entry_first" or segment.previous is not None for segment in segments]
-        yield at.fold_in_spans(span for span in spans_of(plan, at.rank) if filled[span.segment])
+        spans = [span for span in spans_of(plan, at.rank) if filled[span.segment]]
+        yield from at.fold_in_spans(spans, sum(not span.starts for span in spans))
 
 
 def local(at: Rank) -> Process:
     yield at.fold_inside(own_links(at.plan, at.rank))
     if at.plan.fold_span > 1:
-        yield at.fold_in_spans(spans_of(at.plan, at.rank))
+        spans = spans_of(at.plan, at.rank)
+        yield from at.fold_in_spans(spans, sum(not span.starts and span.first > 0 for span in spans))
 
 
 def chain(at: Rank) -> Process:
@@ -209,6 +228,18 @@ def _before(plan: PrefillPlan) -> tuple[tuple[range, ...], ...]:
 
 
 @lru_cache(8)
+def maps_before(plan: PrefillPlan) -> tuple[int, ...]:
+    """Per rank: the maps of crossing routes before the last of its links of each."""
+    numbers = [0] * plan.world_size
+    for route in crossing_routes(plan):
+        maps = list(accumulate((link.num_maps for link in route[:-1]), initial=0))
+        last = {link.rank: link.depth for link in route}  # ascending depths: the deepest stays
+        for rank, depth in last.items():
+            numbers[rank] += maps[depth]
+    return tuple(numbers)
+
+
+@lru_cache(8)
 def _shipped(plan: PrefillPlan) -> tuple[int, ...]:
     """Per rank: transitions and local states that it ships."""
     return tuple(manifest.num_transitions + manifest.num_local_states for manifest in manifests(plan))
@@ -222,10 +253,12 @@ def all_gather(at: Rank) -> Process:
         machine.count(at.rank, world - 1, size * (world - 1), size * (world - 1))
         return machine.meet(f"maps {at.group}", machine.all_gather_seconds(size))
 
+    yield at.copy(_shipped(plan)[at.rank] / 2)
     gathering = at.meet(join)
     yield at.fold_inside(at.starting())  # meanwhile
     yield gathering
     yield from at.leave()
+    yield at.copy(maps_before(plan)[at.rank])
     yield at.fold(_before(plan)[at.rank])
     yield at.fold_inside(arrivals(plan)[at.rank])
 
@@ -260,14 +293,18 @@ def _exchanges(machine: Machine, plan: PrefillPlan, num_heads: int) -> tuple[tup
 def head_sharded(at: Rank) -> Process:
     plan, rank = at.plan, at.rank
     heads, there, back = _exchanges(at.machine, plan, at.num_heads)
+    yield at.copy(_shipped(plan)[rank] / 2)
     exchange = at.meet(lambda: there.meet(rank, f"maps {at.group}"))
     yield at.fold_inside(at.starting())  # meanwhile
     yield exchange
     if heads[rank]:
-        runs = [range(1, sum(link.num_maps for link in route[:-1])) for route in crossing_routes(plan)]
-        yield at.fold(runs, heads[rank])
+        maps = [sum(link.num_maps for link in route[:-1]) for route in crossing_routes(plan)]
+        yield at.copy(sum(maps), heads[rank])
+        yield at.fold([range(1, n) for n in maps], heads[rank])
+        yield at.copy(sum(map(len, arrivals(plan))) / 2, heads[rank])
     yield at.meet(lambda: back.meet(rank, f"entry states {at.group}"))
     yield from at.leave()
+    yield at.copy(len(arrivals(plan)[rank]) / 2)
     yield at.fold_inside(arrivals(plan)[rank])
 
 
@@ -275,16 +312,20 @@ def tree(at: Rank) -> Process:
     plan, rank = at.plan, at.rank
     links = [link for link in own_links(plan, rank) if link.next_rank is not None]
     rounds = tree_rounds(plan, rank)
-    yield at.fold([range(link.starts, link.num_maps - (not link.starts)) for link in links])  # local states
-    yield at.fold([range(link.num_maps - 1) for link in links if not link.starts])  # transitions
+    yield at.fold([range(link.starts, link.num_maps - (not link.starts)) for link in links], alone=True)  # states
+    yield at.fold([range(link.num_maps - 1) for link in links if not link.starts], alone=True)  # transitions
     for number, (sends, receives) in enumerate(rounds):
         outgoing = [(t.target.rank, (1 + t.whole) * at.state_bytes) for t in sends]
         landing = [(t.source.rank, (1 + t.whole) * at.state_bytes) for t in receives]
+        packed = sum(t.whole for t in sends)
+        yield at.copy(packed, launches=packed)
         yield from at.exchange(outgoing, landing)
         if number:  # the first is the hand-over
-            yield at.fold([range(1) for _ in receives])
-            yield at.fold([range(1) for t in receives if t.whole])
+            yield at.fold([range(1) for _ in receives], alone=True)
+            yield at.fold([range(1) for t in receives if t.whole], alone=True)
     yield from at.leave()
+    number = len(arrivals(plan)[rank])
+    yield at.copy(number / 2, launches=number)
     yield at.fold_inside(links_to_fill(plan, rank))
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from gdncp.collectives.schedule import arrivals, crossing_routes, head_range, manifests, own_links
+from gdncp.collectives.schedule import arrivals, head_range, manifests, own_links
 from gdncp.collectives.spans import spans_of
 from gdncp.plan import PrefillPlan
 from gdncp.plan.checks import CHUNK
+from gdncp.simulate.collectives import maps_before
 from gdncp.work import num_stand_ins
 
 _TOKEN_BYTES = 2  # bf16: q, k, v, outputs, and what stage 1 leaves for each pair of tokens of a chunk
@@ -49,7 +50,7 @@ def _exchange_bytes(plan: PrefillPlan, rank: int) -> int:
     shipped = _shipped(plan)
     if plan.fixup == "all_gather":
         # what is sent and received, then the maps before its segments in order
-        return ((world + 1) * max(shipped) + 2 * _maps_before(plan, rank)) * heads * head
+        return ((world + 1) * max(shipped) + 2 * maps_before(plan)[rank]) * heads * head
     start, stop = head_range(rank, world, heads)
     entries = sum(map(len, arrivals(plan)))
     own = len(arrivals(plan)[rank])
@@ -57,15 +58,6 @@ def _exchange_bytes(plan: PrefillPlan, rank: int) -> int:
     # of its share: all maps as they come, in order, the states after them and those that it sends back
     share = sum(shipped) + 3 * num_maps + 1 + entries
     return (shipped[rank] * heads + share * (stop - start) + own * heads) * head
-
-
-def _maps_before(plan: PrefillPlan, rank: int) -> int:
-    """Of crossing sequences, before the last segment that the rank has of each."""
-    before = 0
-    for route in crossing_routes(plan):
-        last = max((link.depth for link in route if link.rank == rank), default=0)
-        before += sum(link.num_maps for link in route[:last])
-    return before
 
 
 def _shipped(plan: PrefillPlan) -> list[int]:

@@ -87,11 +87,11 @@ def simulated(plan: PrefillPlan, monkeypatch: pytest.MonkeyPatch) -> list[Work]:
     launches, elements = [0] * WORLD, [0.0] * WORLD
 
     class CountingRank(collectives.Rank):
-        def fold(self, runs: Any, heads: float | None = None, *, copies: int = 1) -> Event:
+        def fold(self, runs: Any, heads: float | None = None, **words: Any) -> Event:
             runs = [run for run in runs if run]
             launches[self.rank] += collectives.fold_launches(runs)
             elements[self.rank] += sum(map(len, runs)) * (self.num_heads if heads is None else heads) * plan.head_dim**2
-            return super().fold(runs, heads, copies=copies)
+            return super().fold(runs, heads, **words)
 
     monkeypatch.setattr(schemes, "Rank", CountingRank)
     result = schemes.simulate_plan(plan)
