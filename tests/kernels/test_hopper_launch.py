@@ -7,7 +7,8 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from gdncp_kernels.hopper import launch, tensor_maps
+from gdncp.backends.base import FoldRuns, maps_layout
+from gdncp_kernels.hopper import launch, state_fixup, tensor_maps
 from gdncp_kernels.hopper.launch import Launcher, Launches, Number, Pointer
 
 
@@ -127,3 +128,17 @@ def test_a_profiler_sees_each_launch(machine, monkeypatch):
 def test_triton_still_has_the_launcher_behind_the_one_that_encodes():
     source = inspect.getsource(launch.nvidia)
     assert "def wrap_handle_tensordesc(launcher, " in source and hasattr(launch.nvidia, "TMA_DTYPE_DEVICE_TO_HOST")
+
+
+def test_a_rank_without_maps_of_its_own_has_a_fold_too(monkeypatch):
+    """States pass through it by mail; a map of no rows cannot be encoded."""
+    given = []
+    monkeypatch.setattr(Launcher, "prepare", lambda self, count, arguments: given.append((count, arguments)))
+    column = torch.zeros(1, dtype=torch.int64)
+    for num_maps in (0, 3):
+        runs = FoldRuns(1, column, column, column, column, num_fills=column, source=column, source_message=column)
+        state_fixup.prepare_runs(maps_layout(num_maps, 2, 128, 128), runs, peers=Pointer("peers", torch.int64))
+    (without, with_maps) = (arguments["transition_map"] for _, arguments in given)
+    assert (without.name, without.like.shape[0]) == ("entry_states", 2 * 128)  # of one state
+    assert (with_maps.name, with_maps.like.shape[0]) == ("maps", 3 * 2 * 128)
+    assert [count for count, _ in given] == [2 * 8, 2 * 8]

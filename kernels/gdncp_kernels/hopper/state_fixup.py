@@ -283,10 +283,12 @@ def prepare_runs(
     # one wave where that is possible: every program reads whole transitions
     rows = BLOCK_ROWS if num_rows <= SMS * BLOCK_ROWS else 2 * BLOCK_ROWS
     launcher = _launch_runs if peers is None else _launch_runs_by_mail
+    # a rank whose states only pass through has no maps: its map is then of something else, and not used
+    where, count, offset = ("maps", num_maps, maps.offset("transition")) if num_maps else ("entry_states", 1, 0)
     return launcher.prepare(
         num_rows // rows,
         {
-            "transition_map": tensor_maps.transitions("maps", num_maps * num_heads, k_dim, maps.offset("transition")),
+            "transition_map": tensor_maps.transitions(where, count * num_heads, k_dim, offset),
             "local_state": Pointer("maps", torch.float32, maps.offset("local_state")),
             "entry_states": Pointer("entry_states", torch.float32),
             "entry_row": runs.entry_row,
