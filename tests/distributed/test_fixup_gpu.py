@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from gdncp.collectives import agree, chain, compare_digest_once, share_final_states, state_fixup
+from gdncp.plan import PrefillPlan
+from tests.conftest import SAME_BITS_TARGETS
 from tests.distributed.affine import HEADS, K_DIM, V_DIM, fold_for, make_plan, make_problem, rank_share, same_bits
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_fixup import MANY, STRATEGIES, TREE_TOL, fix_all
+from tests.distributed.test_fold_span import SPAN, span_plan
+from tests.distributed.test_same_bits import dim_of, gather, run_share, same
+from tests.numeric import Target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -67,3 +72,31 @@ def _capture(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", sorted({1, GPUS}), ids="ranks{}".format)
 def test_fixups_are_captured_in_cuda_graphs(world_size):
     run_ranks(_capture, world_size, world_size, backend="nccl")
+
+
+def _by_whole_runs(rank: int, plans: list[PrefillPlan], target: Target) -> list[dict[str, torch.Tensor]]:
+    """As with any fold, without a launch of single maps."""
+    from gdncp_kernels.hopper.state_fixup import StateFold
+
+    def refuse(*_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a map was folded by itself")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateFold, "__call__", refuse)
+        return [run_share(rank, plan, "varlen", "never", target.dtype, target, {}) for plan in plans]
+
+
+@pytest.mark.parametrize("span", [1, SPAN])
+@pytest.mark.parametrize("target", [target for target in SAME_BITS_TARGETS if "hopper" in target.id])
+def test_the_hopper_set_folds_whole_runs_for_every_strategy_of_same_bits(target, span):
+    plans = [
+        span_plan("varlen", 3, ownership, dim_of(target), fold_span=span, fixup=fixup, finish=finish)
+        for ownership in ("contiguous", "zigzag", "uneven")
+        for fixup in ("chain", "all_gather", "head_sharded")
+        for finish in ("entry_first", "entry_late")
+    ]
+    one = span_plan("varlen", 1, "contiguous", dim_of(target), fold_span=span)
+    expected = gather(one, run_ranks(_by_whole_runs, 1, [one], target)[0])
+    shares = run_ranks(_by_whole_runs, 3, plans, target)
+    for plan, of_ranks in zip(plans, zip(*shares, strict=True), strict=True):
+        same(gather(plan, of_ranks), expected)
