@@ -29,6 +29,8 @@ from unittest.mock import patch
 import torch
 
 import gdncp
+from gdncp.backends.hopper_backend import MIN_TRITON
+from gdncp.backends.triton_version import triton_rejection_reason
 
 CASES: dict[str, tuple[list[int], int, int, bool]] = {  # sequence lengths, key heads, value heads, a pool with slots
     "32768 x 1, 16/32": ([32768], 16, 32, False),
@@ -222,6 +224,8 @@ def main() -> None:
     parser.add_argument("--stubbed", action="store_true", help="without a GPU: what the Python of a call costs")
     args = parser.parse_args()
     if args.stubbed:
+        if (reason := triton_rejection_reason(MIN_TRITON, "triton.experimental.gluon")) is not None:
+            parser.error(f"--stubbed needs Triton, whose launches it leaves out: {reason}")
         with launcher_left_out():
             _stubbed(args)
         return
