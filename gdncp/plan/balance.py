@@ -23,6 +23,7 @@ _MOVES = 16  # of cuts, at most, in search of something better
 _GAIN = 1e-3  # what a move has to gain
 _EVEN = 0.005  # of the mean rank's time, that the slowest one may take longer without a search for something better
 _MOST_REFINED = 16  # ranks
+_SURELY = 1.05  # times what was found: what takes at least so long is not looked at
 _MOST_TRIED = 300  # ways to cut: where there are no more, all are tried
 
 Cuts = list[int]  # world size + 1 bounds in packed tokens
@@ -46,8 +47,8 @@ class Balance:
         self._exact = len(seq_starts) - 1 <= FEW
         self._totals: dict[tuple[int, ...], float] = {}
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
-        self._schedules: dict[frozenset[tuple[Kind, int]], tuple[float, float]] = {}
         self._works: dict[Kind, tuple[float, float]] = {}
+        self._spans: dict[int, tuple[int, float, float]] = {}  # of sequences of so many tokens
         works: dict[int, tuple[float, float]] = {}  # of sequences of so many chunks
         for start, stop in pairwise(seq_starts):
             if (chunks := _chunks(stop - start)) not in works:
@@ -62,9 +63,10 @@ class Balance:
         """
         if self._world_size == 1:
             return [0, self._starts[-1]]
+        best = min(self._snapped(_NEAR), self._equal(), key=self._order)
         whole = self._snapped(math.inf)
-        found = [self._snapped(_NEAR), whole, self._equal()]
-        best = min(found, key=self._order)
+        if self._least_of_whole(whole) <= _SURELY * self.seconds(best):
+            best = min(best, whole, key=self._order)
         if self._exact and refined and self._world_size <= _MOST_REFINED and not self._even(best):
             best = min([best, *(self._all() or [self._improved(best, 0.0)])], key=self._order)
         # ranks without tokens come last: those that exchange states are near each other
@@ -94,6 +96,13 @@ class Balance:
         each = [self._rank_seconds(start, stop) for start, stop in pairwise(cuts)]
         slowest = max(before for before, _ in each) + max(after for _, after in each)
         return slowest * len(each) <= (1 + _EVEN) * sum(map(sum, each))
+
+    def _least_of_whole(self, cuts: Cuts) -> float:
+        """What the fullest rank takes at least, with cuts where sequences end: its work, all workers busy."""
+        at = [bisect_left(self._starts, cut) for cut in cuts]
+        before, after = ([column[i] for i in at] for column in self._cumulative)
+        works = (b - a + d - c for (a, b), (c, d) in zip(pairwise(before), pairwise(after), strict=True))
+        return max(works) / self._model.profile.workers
 
     def _order(self, cuts: Cuts) -> tuple[float, int, int]:
         """Less is better: seconds, to three digits; then sequences that are cut; then how unevenly tokens lie."""
@@ -142,16 +151,24 @@ class Balance:
     def _inside(self, sequence: int, work: float) -> int:
         """The grid point of a sequence that has nearest to so much work before it."""
         start, stop = self._starts[sequence], self._starts[sequence + 1]
-        low, high = 0, self._points.count(stop - start)  # the work before cell `low` is at most `work`
-        while high - low > 1:
-            middle = (low + high) // 2
-            if sum(self._work(start, start + self._points.start(middle))) <= work:
-                low = middle
-            else:
-                high = middle
-        below, above = (min(start + self._points.start(cell), stop) for cell in (low, high))
+        points = self._points
+        if stop - start not in self._spans:
+            self._spans[stop - start] = self._cells_work(start, stop)
+        count, first, each = self._spans[stop - start]
+        cell = 0  # the last one that begins with no more work before it
+        if count > 1 and work >= first:
+            cell = min(1 + int((work - first) / each), count - 1) if each else count - 1
+        below, above = (min(start + points.start(n), stop) for n in (cell, cell + 1))
         lower, upper = (sum(self._work(start, cut)) for cut in (below, above))
         return below if work - lower <= upper - work else above
+
+    def _cells_work(self, start: int, stop: int) -> tuple[int, float, float]:
+        """Of a sequence: places to cut before its end, one more; work of the first cell, and of each but the last."""
+        points = self._points
+        count = points.count(stop - start)
+        first = sum(self._work(start, start + points.start(1))) if count > 1 else 0.0
+        each = sum(self._work(start + points.start(1), start + points.start(2))) if count > 2 else 0.0
+        return count, first, each
 
     def _all(self) -> list[Cuts]:
         """Every way to cut, or nothing where that is too many."""
@@ -227,19 +244,18 @@ class Balance:
             sequence = self._sequence(token)
             seq_start, seq_stop = self._starts[sequence], self._starts[sequence + 1]
             end = min(seq_stop, stop)
-            for kind, count in self._kinds(sequence, token, end):
+            for kind, count in kinds_of_run(self._grid, token - seq_start, end - seq_start, seq_stop - seq_start):
                 kinds[kind] = kinds.get(kind, 0) + count
             if token == seq_start and end == seq_stop:
                 inside = self._grid.count(seq_stop - seq_start) - 1
                 depth, maps = max(depth, inside), maps + inside
             token = end
-        key = frozenset(kinds.items())
-        if key not in self._schedules:
-            t, mn, prefill = self._model.seconds(kinds)
-            self._schedules[key] = (t + mn, prefill)
-        before, after = self._schedules[key]
-        model = self._model
-        return before + cost.fold_seconds(model.profile, depth, maps, model.num_heads, model.head_dim), after
+        t, mn, prefill = self._model.seconds(kinds)
+        fold = 0.0
+        if maps:
+            model = self._model
+            fold = cost.fold_seconds(model.profile, depth, maps, model.num_heads, model.head_dim)
+        return t + mn + fold, prefill
 
     def _before(self, token: int) -> tuple[float, float]:
         """Work of all tokens before this one."""
@@ -258,7 +274,7 @@ class Balance:
                 before, after = before + count * own[0], after + count * own[1]
         return before, after
 
-    def _kinds(self, sequence: int, start: int, stop: int) -> list[tuple[Kind, int]]:
+    def _kinds(self, sequence: int, start: int, stop: int) -> tuple[tuple[Kind, int], ...]:
         begin, end = self._starts[sequence], self._starts[sequence + 1]
         return kinds_of_run(self._grid, start - begin, stop - begin, end - begin)
 

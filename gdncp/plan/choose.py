@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -77,12 +77,18 @@ def crossing_seconds(
     profile: CostProfile, fixup: str, require_reproducible: bool, spans: bool = False
 ) -> Callable[[cost.FixupLoad], float]:
     """What a fixup that crosses ranks takes, by the strategy asked for; `spans`: maps may be composed before."""
+    known: dict[cost.FixupLoad, float] = {}  # many ways to cut are alike
 
     def flat(load: cost.FixupLoad) -> float:
         seconds = cost.fixup_seconds(profile, load)
         return seconds[_cheapest(seconds, require_reproducible) if fixup == "auto" else fixup]
 
     def seconds(load: cost.FixupLoad) -> float:
+        if load not in known:
+            known[load] = fastest(load)
+        return known[load]
+
+    def fastest(load: cost.FixupLoad) -> float:
         if not spans or load.maps_per_rank < 2:
             return flat(load)
         span = 1 << (load.maps_per_rank.bit_length() - 1)
@@ -105,53 +111,69 @@ def leaves_workers(plan: PrefillPlan) -> bool:
     return bool(most * plan.num_state_heads + EXCHANGE_WORKERS <= plan.profile.workers)
 
 
-def choose_grid(
-    seq_lens: Sequence[int],
-    world_size: int,
-    ownership: str | layout.TokenRanges,
-    models: Sequence[StageModel],
-    *,
-    lanes_per_rank: int = 1,
-    fixup: str = "auto",
-    require_reproducible: bool = False,
-    spans: bool = False,
-) -> layout.Grid:
-    """The grid of least predicted time among some dozens; of equals the coarsest, so that nothing is cut in vain.
+class GridSearch:
+    """Grids of CP chunks for one batch and world, compared by what models predict.
 
-    models: of the gates that the layer may have. The grid is the one that is least far behind what would be best if it
-        were known which of them it has.
-    require_reproducible: where ownership is cut on the grid, the same for every world size: that of least time times
-        ranks, over the worlds of one node.
-
-    spans: maps may be composed over spans of CP chunks, so that many CP chunks cost less between ranks.
-
-    First CP chunks may be longer or shorter than the others: stage 2's launch ends when the longest of them, of
-    stage 4, and of the N and M of the others do. On several ranks that is so for contiguous ownership of few
-    sequences, where all ranks would wait for the first one's.
+    What a rank has to do does not depend on the model: it is worked out once for all gates and ways to open.
     """
-    if not any(seq_lens):
-        return layout.Grid(CHUNK, CHUNK)
-    worlds = _WORLDS if require_reproducible and isinstance(ownership, str) else (world_size,)
-    searches = [_Search(seq_lens, world, ownership, fixup, require_reproducible, models[0], spans) for world in worlds]
-    costs = [_Costs(searches, model) for model in models]
-    lengths = set().union(*(search.candidates(1 if require_reproducible else lanes_per_rank) for search in searches))
-    grids = [layout.Grid(length, length) for length in sorted(lengths, reverse=True)]
-    if not require_reproducible and (worlds == (1,) or searches[0].few):
-        few, ratios = (_REFINED, _FIRST_RATIOS) if worlds == (1,) else (_REFINED_OF_RANKS, _FIRST_RATIOS_OF_RANKS)
-        grids += _unequal(max(seq_lens), _promising(grids, costs, few), ratios)
-    if len(costs) == 1:
-        return _least(grids, costs[0].bound, costs[0].seconds, _GAIN)
-    best = [cost.seconds(_least(grids, cost.bound, cost.seconds)) for cost in costs]
 
-    def behind(values: Sequence[float]) -> float:
-        return max(value / own for value, own in zip(values, best, strict=True))
+    def __init__(
+        self,
+        seq_lens: Sequence[int],
+        world_size: int,
+        ownership: str | layout.TokenRanges,
+        model: StageModel,  # of any gates
+        *,
+        lanes_per_rank: int = 1,
+        fixup: str = "auto",
+        require_reproducible: bool = False,
+        spans: bool = False,
+    ) -> None:
+        """require_reproducible: where ownership is cut on the grid, the same for every world size: that of least time
+            times ranks, over the worlds of one node.
 
-    return _least(
-        grids,
-        lambda grid: behind([cost.bound(grid) for cost in costs]),
-        lambda grid: behind([cost.seconds(grid) for cost in costs]),
-        _GAIN,
-    )
+        spans: maps may be composed over spans of CP chunks, so that many CP chunks cost less between ranks.
+        """
+        worlds = _WORLDS if require_reproducible and isinstance(ownership, str) else (world_size,)
+        self._longest = max(seq_lens)
+        self._searches = [
+            _Search(seq_lens, world, ownership, fixup, require_reproducible, model, spans) for world in worlds
+        ]
+        lanes = 1 if require_reproducible else lanes_per_rank
+        lengths = set().union(*(search.candidates(lanes) for search in self._searches))
+        self._grids = [layout.Grid(length, length) for length in sorted(lengths, reverse=True)]
+        self._refines = not require_reproducible and (worlds == (1,) or self._searches[0].few)
+        self._of_one_rank = worlds == (1,)
+
+    def best(self, models: Sequence[StageModel]) -> layout.Grid:
+        """The grid of least predicted time among some dozens; of equals the coarsest, so that nothing is cut in vain.
+
+        models: of the gates that the layer may have. The grid is the one that is least far behind what would be best if
+            it were known which of them it has.
+
+        First CP chunks may be longer or shorter than the others: stage 2's launch ends when the longest of them, of
+        stage 4, and of the N and M of the others do. On several ranks that is so for contiguous ownership of few
+        sequences, where all ranks would wait for the first one's.
+        """
+        costs, grids = [_Costs(self._searches, model) for model in models], list(self._grids)
+        if self._refines:
+            few, ratios = (
+                (_REFINED, _FIRST_RATIOS) if self._of_one_rank else (_REFINED_OF_RANKS, _FIRST_RATIOS_OF_RANKS)
+            )
+            grids += _unequal(self._longest, _promising(grids, costs, few), ratios)
+        if len(costs) == 1:
+            return _least(grids, costs[0].bound, costs[0].seconds, _GAIN)
+        best = [cost.seconds(_least(grids, cost.bound, cost.seconds)) for cost in costs]
+
+        def behind(values: Iterable[float]) -> float:
+            return max(value / own for value, own in zip(values, best, strict=True))
+
+        return _least(
+            grids,
+            lambda grid: behind(cost.bound(grid) for cost in costs),
+            lambda grid: behind(cost.seconds(grid) for cost in costs),
+            _GAIN,
+        )
 
 
 def _least(
@@ -323,15 +345,16 @@ class _Search:
         if self.ownership == "contiguous":
             cuts = layout.contiguous_cuts(self.seq_starts, self.world_size, grid)
             return max(stop - start for start, stop in pairwise(cuts))
-        tokens_of = [0] * self.world_size
         if self.ownership == "zigzag":
-            for tokens, count in self.groups:
-                for first, end, rank in layout.zigzag_parts(grid.count(tokens), self.world_size):
-                    tokens_of[rank] += count * (min(grid.start(end), tokens) - grid.start(first))
-        else:
-            assert not isinstance(self.ownership, str)
-            for start, stop, rank in columns.explicit_runs(self.ownership):
-                tokens_of[rank] += stop - start
+            tables = [columns.zigzag_table(grid.count(tokens), self.world_size) for tokens, _ in self.groups]
+            first, end, rank = np.concatenate(tables).T
+            tokens, count = np.repeat(np.array(self.groups), list(map(len, tables)), axis=0).T
+            own = count * (np.minimum(grid.starts(end), tokens) - grid.starts(first))
+            return int(np.bincount(rank, weights=own).max())
+        tokens_of = [0] * self.world_size
+        assert not isinstance(self.ownership, str)
+        for start, stop, of_rank in columns.explicit_runs(self.ownership):
+            tokens_of[of_rank] += stop - start
         return max(tokens_of)
 
     def fixup_seconds(self, grid: layout.Grid, fullest: float) -> float:

@@ -9,7 +9,7 @@ import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -56,12 +56,18 @@ def contiguous_runs(cuts: Sequence[int]) -> Runs:
     return Runs.merged(bounds[:-1], bounds[1:], np.arange(len(cuts) - 1))
 
 
+@lru_cache(1 << 10)
+def zigzag_table(chunks: int, world_size: int) -> Ints:
+    """`zigzag_parts` as rows: first CP chunk, end, rank."""
+    return np.array(zigzag_parts(chunks, world_size), dtype=np.int64)
+
+
 def zigzag_runs(seq_starts: Sequence[int], world_size: int, grid: Grid) -> Runs:
     """Per sequence of C CP chunks: part i is CP chunks [i·C//2W, (i+1)·C//2W); rank r holds parts r and 2W−1−r."""
     starts = np.array(seq_starts, dtype=np.int64)
     begin, stop = starts[:-1], starts[1:]
     counts, which = np.unique(grid.cells(stop - begin - 1) + 1, return_inverse=True)
-    known = [np.array(zigzag_parts(count, world_size), dtype=np.int64) for count in counts.tolist()]
+    known = [zigzag_table(count, world_size) for count in counts.tolist()]
     parts = np.concatenate([known[i] for i in which.tolist()])
     times = np.array([len(own) for own in known])[which]
     begin, stop = np.repeat(begin, times), np.repeat(stop, times)

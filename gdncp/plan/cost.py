@@ -14,7 +14,7 @@ from gdncp.plan.columns import Segments
 from gdncp.plan.layout import num_spans
 from gdncp.plan.overlap import Run, prefill_beside
 from gdncp.plan.profiles import CostProfile
-from gdncp.plan.stage_model import Kind, StageSeconds, kinds_of_run
+from gdncp.plan.stage_model import Kind, StageModel, kinds_of_run
 
 if TYPE_CHECKING:
     from gdncp.plan.prefill_plan import PrefillPlan
@@ -269,47 +269,65 @@ def _tree_bytes(plan: PrefillPlan, state_bytes: int) -> tuple[int, ...]:
 def total_seconds(plan: PrefillPlan, head_half_lives: Sequence[float] | None) -> float:
     """Until the slowest rank is done, with such gates."""
     half_lives = None if head_half_lives is None else tuple(head_half_lives)
-    return max(map(sum, zip(*predict(replace(plan, head_half_lives=half_lives)).values(), strict=True)))
+    known = plan.total_seconds
+    if half_lives not in known:
+        model = plan.stage_model
+        if half_lives != plan.head_half_lives:
+            model = replace(plan, head_half_lives=half_lives).stage_model
+        known[half_lives] = max(map(sum, zip(*predict(plan, model).values(), strict=True)))
+    return known[half_lives]
 
 
-def predict(plan: PrefillPlan) -> dict[str, tuple[float, ...]]:
+class RankWork(NamedTuple):
+    """What a rank has to do, whatever the gates."""
+
+    runs: list[Run]
+    kinds: Counter[Kind]
+    local: list[int]  # of runs that it folds by itself, the maps
+    takes_part: bool  # in the exchange
+
+
+def rank_work(plan: PrefillPlan) -> list[RankWork]:
+    """Per rank."""
+    starts, grid = plan.seq_starts, plan.grid
+    beside = plan.finish == "entry_late"  # then all segments are also folded without the exchange, beside it
+    works = [RankWork([], Counter(), [], False) for _ in range(plan.world_size)]
+    for segment in plan.segments:
+        begin, end = starts[segment.sequence], starts[segment.sequence + 1]
+        work = works[segment.rank]
+        kinds = kinds_of_run(grid, segment.start - begin, segment.stop - begin, end - begin)
+        work.runs.append(Run(segment.previous is None, kinds))
+        for kind, count in kinds:
+            work.kinds[kind] += count
+        apart = segment.previous is None and segment.next is None
+        if beside or apart:
+            work.local.append(segment.num_items - 1)
+        if not (apart or work.takes_part):
+            works[segment.rank] = work._replace(takes_part=True)
+    return works
+
+
+def predict(plan: PrefillPlan, model: StageModel) -> dict[str, tuple[float, ...]]:
     """Stage -> seconds per rank.  A fixup that crosses ranks begins and ends with the slowest rank that takes part.
 
     An exchange that runs beside stage 4 is part of "cp_prefill".
     """
-    profile, heads, model, starts = plan.profile, plan.num_state_heads, plan.stage_model, plan.seq_starts
+    profile, heads, works = plan.profile, plan.num_state_heads, plan.rank_work
     crossing = plan.fixup_seconds[plan.fixup] if plan.crosses_ranks else 0.0
-    beside = plan.finish == "entry_late"  # then all segments are also folded without the exchange, beside it
-    runs: list[list[Run]] = [[] for _ in range(plan.world_size)]
-    local: list[list[int]] = [[] for _ in range(plan.world_size)]  # maps that a rank folds by itself
-    takes_part = [False] * plan.world_size
-    for segment in plan.segments:
-        begin, end = starts[segment.sequence], starts[segment.sequence + 1]
-        kinds = kinds_of_run(plan.grid, segment.start - begin, segment.stop - begin, end - begin)
-        runs[segment.rank].append(Run(segment.previous is None, kinds))
-        apart = segment.previous is None and segment.next is None
-        takes_part[segment.rank] |= not apart
-        if beside or apart:
-            local[segment.rank].append(segment.num_items - 1)
-
-    known: dict[frozenset[tuple[Kind, int]], StageSeconds] = {}  # ranks with equal work share its schedule of units
-    ranks = []
-    for rank in range(plan.world_size):
-        counts: Counter[Kind] = Counter()
-        for run in runs[rank]:
-            for kind, count in run.kinds:
-                counts[kind] += count
-        key = frozenset(counts.items())
-        if key not in known:
-            known[key] = model.seconds(counts)
-        fold = fold_seconds(profile, max(local[rank], default=0), sum(local[rank]), heads, plan.head_dim)
-        ranks.append((known[key], fold))
+    beside = plan.finish == "entry_late"
+    ranks = [
+        (
+            model.seconds(work.kinds),
+            fold_seconds(profile, max(work.local, default=0), sum(work.local), heads, plan.head_dim),
+        )
+        for work in works
+    ]
     starts_at = [t + mn + fold * (not beside) for (t, mn, _), fold in ranks]
-    slowest = max((at for at, part in zip(starts_at, takes_part, strict=True) if part), default=0.0)
+    slowest = max((at for at, work in zip(starts_at, works, strict=True) if work.takes_part), default=0.0)
     columns = []
-    for rank, ((t, mn, prefill), fold) in enumerate(ranks):
-        exchange = max(slowest + crossing - (t + mn + fold), 0.0) if takes_part[rank] else 0.0
+    for work, ((t, mn, prefill), fold) in zip(works, ranks, strict=True):
+        exchange = max(slowest + crossing - (t + mn + fold), 0.0) if work.takes_part else 0.0
         if beside and t:
-            prefill, exchange = prefill_beside(model, runs[rank], plan.cp_chunk_len, exchange), 0.0
+            prefill, exchange = prefill_beside(model, work.runs, plan.cp_chunk_len, exchange), 0.0
         columns.append((t, mn, fold + exchange, prefill))
     return dict(zip(STAGES, zip(*columns, strict=True), strict=True))

@@ -27,15 +27,15 @@ class Workers:
         """Give out `units` units of `seconds` each."""
         if units > 2 * self._count and seconds > 0:
             units = self._run_below(units, seconds)
+        free = self._free
         while units > 0:
-            time, count = heapq.heappop(self._free)
-            while self._free and self._free[0][0] == time:
-                count += heapq.heappop(self._free)[1]
-            taken = min(count, units)
-            units -= taken
-            if taken < count:
-                heapq.heappush(self._free, (time, count - taken))
-            heapq.heappush(self._free, (time + seconds, taken))
+            time, count = free[0]
+            if count > units:
+                heapq.heapreplace(free, (time, count - units))
+                heapq.heappush(free, (time + seconds, units))
+                return
+            units -= count
+            heapq.heapreplace(free, (time + seconds, count))
 
     def _run_below(self, units: int, seconds: float) -> int:
         """Give out all units that start before a time before which at most `units` start; how many are left.

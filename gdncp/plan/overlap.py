@@ -15,7 +15,7 @@ class Run(NamedTuple):
     """A segment's CP chunks."""
 
     starts: bool  # its sequence
-    kinds: list[tuple[Kind, int]]  # in order, the first by itself
+    kinds: tuple[tuple[Kind, int], ...]  # in order, the first by itself
 
 
 def prefill_beside(model: StageModel, runs: Iterable[Run], cp_chunk_len: int, exchange: float) -> float:

@@ -12,7 +12,7 @@ from gdncp.plan.known import known
 from gdncp.plan.lanes import choose_lanes
 from gdncp.plan.prefill_plan import PrefillPlan
 from gdncp.plan.profiles import CostProfile, find_profile
-from gdncp.plan.stage_model import StageModel
+from gdncp.plan.stage_model import StageModel, model_of
 
 _MOST_COMPARED = 1024  # segments: to predict whole plans of more takes longer than a plan may
 
@@ -126,8 +126,8 @@ def plan_prefill(
         gates.append(choose.typical_half_lives(max(heads)))
 
     def model(opens: bool, half_lives: Sequence[float] | None) -> StageModel:
-        costs = replace(profile, opens=profile.opens and opens)
-        return StageModel(costs, max(heads), heads[1], head_dim, half_lives, forget_below)
+        given = None if half_lives is None else tuple(half_lives)
+        return model_of(profile, opens, max(heads), heads[1], head_dim, given, forget_below)
 
     def own(grid: layout.Grid, spans: layout.Grid, requested: int | None, opens: bool) -> Runs:
         if ownership == "contiguous":
@@ -218,17 +218,21 @@ def plan_prefill(
     if first_cp_chunk_len is not None:
         raise ValueError(f"first_cp_chunk_len must be None where cp_chunk_len is, got {first_cp_chunk_len!r}")
 
+    if not any(lengths):
+        return with_lanes(finished(on_grid(layout.Grid(checks.CHUNK, checks.CHUNK), None, opens is not False)))
+    search = choose.GridSearch(
+        lengths,
+        world_size,
+        ownership,
+        model(True, head_half_lives),
+        lanes_per_rank=lanes if lanes_by == "cp_chunks" else 1,
+        fixup=fixup,
+        require_reproducible=require_reproducible,
+        spans=is_free and fold_span is None,
+    )
+
     def chosen(opens: bool) -> PrefillPlan:
-        grid = choose.choose_grid(
-            lengths,
-            world_size,
-            ownership,
-            [model(opens, half_lives) for half_lives in gates],
-            lanes_per_rank=lanes if lanes_by == "cp_chunks" else 1,
-            fixup=fixup,
-            require_reproducible=require_reproducible,
-            spans=is_free and fold_span is None,
-        )
+        grid = search.best([model(opens, half_lives) for half_lives in gates])
         plan = on_grid(grid, None, opens)
         if is_free and fold_span is None and plan.crosses_ranks and len(plan.pieces) <= _MOST_COMPARED:
             plan = choose.choose_span(plan, lambda span: on_grid(grid, None, opens, span), gates)

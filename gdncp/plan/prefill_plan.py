@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -12,7 +12,7 @@ from gdncp.plan import cost, layout
 from gdncp.plan.columns import Runs, Segments
 from gdncp.plan.model import CpChunk, RankPlan, Segment
 from gdncp.plan.profiles import CostProfile
-from gdncp.plan.stage_model import StageModel
+from gdncp.plan.stage_model import StageModel, model_of
 
 PLAN_FORMAT = 2  # part of the digest: raise it whenever the same inputs begin to give other tables
 
@@ -219,8 +219,9 @@ class PrefillPlan:
     def stage_model_of(self, start: int, stop: int) -> StageModel:
         """The same for state heads [start, stop) alone; heads that share a key head are together."""
         half_lives = self.head_half_lives
-        return StageModel(
-            replace(self.profile, opens=self.profile.opens and self.opens),
+        return model_of(
+            self.profile,
+            self.opens,
             stop - start,
             (stop - start) * self.num_k_heads // self.num_state_heads,
             self.head_dim,
@@ -231,7 +232,17 @@ class PrefillPlan:
     @cached_property
     def predicted(self) -> Mapping[str, tuple[float, ...]]:
         """Stage -> predicted seconds per rank, by `profile`."""
-        return cost.predict(self)
+        return cost.predict(self, self.stage_model)
+
+    @cached_property
+    def rank_work(self) -> list[cost.RankWork]:
+        """Per rank, what predictions are made of."""
+        return cost.rank_work(self)
+
+    @cached_property
+    def total_seconds(self) -> dict[tuple[float, ...] | None, float]:
+        """Of `cost.total_seconds`, as far as it was asked."""
+        return {}
 
     @cached_property
     def fixup_seconds(self) -> Mapping[str, float]:

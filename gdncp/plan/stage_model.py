@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from gdncp.plan.checks import CHUNK
@@ -11,6 +13,7 @@ from gdncp.plan.layout import Grid
 from gdncp.plan.list_schedule import Workers
 from gdncp.plan.profiles import CostProfile
 
+_MOST_KNOWN = 1 << 13  # schedules that a model keeps
 _INTERLEAVED = 4  # parts in which equal CP chunks are scheduled, so that heads that read more and less alternate
 
 
@@ -22,18 +25,19 @@ class Kind(NamedTuple):
     is_last: bool
 
 
-def kinds_of_run(grid: Grid, start: int, stop: int, seq_len: int) -> list[tuple[Kind, int]]:
+@lru_cache(1 << 13)  # gates, openings and lanes are compared on one grid
+def kinds_of_run(grid: Grid, start: int, stop: int, seq_len: int) -> tuple[tuple[Kind, int], ...]:
     """The CP chunks of the run [start, stop) of a sequence of so many tokens, in order; the first by itself."""
     if start == stop:
-        return []
+        return ()
     first, last = grid.cell(start), grid.cell(stop - 1)
     ends = stop == seq_len
     if first == last:
-        return [(Kind(_chunks(stop - start), start == 0, ends), 1)]
+        return ((Kind(_chunks(stop - start), start == 0, ends), 1),)
     kinds = [(Kind(_chunks(grid.start(first + 1) - start), start == 0, False), 1)]
     if last - first > 1:
         kinds.append((Kind(_chunks(grid.length), False, False), last - first - 1))
-    return [*kinds, (Kind(_chunks(stop - grid.start(last)), False, ends), 1)]
+    return (*kinds, (Kind(_chunks(stop - grid.start(last)), False, ends), 1))
 
 
 def _chunks(tokens: int) -> int:
@@ -70,6 +74,7 @@ class StageModel:
         self.scale = (head_dim / 128) ** 2
         self._seconds: dict[frozenset[tuple[Kind, float]], StageSeconds] = {}
         self._beside: dict[tuple[object, ...], float] = {}
+        self._reads: dict[Kind, dict[tuple[int, bool], int]] = {}
         bits = profile.forget_bits
         if forget_below is not None:
             bits = -math.log2(forget_below) if forget_below else math.inf
@@ -78,13 +83,15 @@ class StageModel:
     def seconds(self, kinds: Mapping[Kind, float]) -> StageSeconds:
         """Of a rank that has so many CP chunks of each kind; counts need not be whole."""
         key = frozenset(kinds.items())
-        if key not in self._seconds:  # many ranks are alike
+        seconds = self._seconds.get(key)
+        if seconds is None:  # many ranks are alike
             t, maps, prefills = self.launches(kinds)
             # stage 4 is launched even where stage 2 has left it nothing to do
-            self._seconds[key] = StageSeconds(
-                t, self._schedule(maps) if maps else 0.0, self._schedule(prefills) if t else 0.0
-            )
-        return self._seconds[key]
+            seconds = StageSeconds(t, self._schedule(maps) if maps else 0.0, self._schedule(prefills) if t else 0.0)
+            if len(self._seconds) == _MOST_KNOWN:
+                self._seconds.clear()
+            self._seconds[key] = seconds
+        return seconds
 
     def prefill_beside(self, early: Mapping[Kind, float], late: Mapping[Kind, float], exchange: float) -> float:
         """Stage 4 of so many pairs of CP chunk and head, the late ones behind an exchange that starts when it does.
@@ -93,6 +100,8 @@ class StageModel:
         """
         key = (frozenset(early.items()), frozenset(late.items()), exchange)
         if key not in self._beside:
+            if len(self._beside) == _MOST_KNOWN:
+                self._beside.clear()
             self._beside[key] = self._prefill_beside(self.prefills(early), self.prefills(late), exchange)
         return self._beside[key]
 
@@ -161,28 +170,49 @@ class StageModel:
 
     def _scans(self, kind: Kind, count: float) -> list[Units]:
         """Units of N, then of M, of so many CP chunks."""
-        per_read: dict[tuple[int, bool], int] = {}  # (chunks that N reads, whether M is needed) -> heads
+        if kind not in self._reads:
+            self._reads[kind] = self._heads_by_reads(kind)
+        per_read = self._reads[kind]
+        parts = min(max(math.floor(count), 1), _INTERLEAVED if len(per_read) > 1 else 1)
+        each, profile = count / parts, self.profile
+        n = [self._units(each * heads, read * profile.tile_n_s) for (read, _), heads in per_read.items()]
+        whole = kind.num_chunks * profile.tile_m_s
+        m = [self._units(each * heads, whole) for (_, with_m), heads in per_read.items() if with_m]
+        return (n + m) * parts
+
+    def _heads_by_reads(self, kind: Kind) -> dict[tuple[int, bool], int]:
+        """(chunks that N reads, whether M is needed) -> heads."""
+        per_read: dict[tuple[int, bool], int] = {}
         for memory, heads in self.memories:
             forgets = memory < kind.num_chunks * CHUNK
             key = (math.ceil(memory / CHUNK) if forgets else kind.num_chunks, not (kind.is_first or forgets))
             per_read[key] = per_read.get(key, 0) + heads
-        parts = min(max(math.floor(count), 1), _INTERLEAVED if len(per_read) > 1 else 1)
-        n = [self._units(count / parts * h, read * self.profile.tile_n_s) for (read, _), h in per_read.items()]
-        m = [
-            self._units(count / parts * h, kind.num_chunks * self.profile.tile_m_s)
-            for (_, with_m), h in per_read.items()
-            if with_m
-        ]
-        return (n + m) * parts
+        return per_read
 
     def _units(self, count: float, tile_seconds: float) -> Units:
-        return Units(max(round(count), 1), self.profile.unit_s + self.scale * tile_seconds)
+        number = round(count)
+        return Units(number if number > 1 else 1, self.profile.unit_s + self.scale * tile_seconds)
 
     def _schedule(self, units: Iterable[Units]) -> float:
         workers = Workers(self.profile.workers)
         for number, seconds in units:
             workers.run(number, seconds)
         return self.profile.launch_s + workers.finish
+
+
+@lru_cache(16)
+def model_of(
+    profile: CostProfile,
+    opens: bool,
+    num_heads: int,
+    num_k_heads: int,
+    head_dim: int,
+    head_half_lives: tuple[float, ...] | None,
+    forget_below: float | None,
+) -> StageModel:
+    """The model of a plan that opens sequences or does not; one for all plans that are compared."""
+    costs = replace(profile, opens=profile.opens and opens)
+    return StageModel(costs, num_heads, num_k_heads, head_dim, head_half_lives, forget_below)
 
 
 def _memories(tokens: Sequence[float]) -> list[tuple[float, int]]:
