@@ -235,7 +235,11 @@ def made_up():
         "troubles": ["peers: stopped at its time limit"],
         "parts": {
             "times": common | {"times": [ours, told], "one_gpu": [one]},
-            "peers": common | {"peers": [fla, qla], "skipped": ["fla:cp, 1048576: the time budget was spent"]},
+            "peers": common
+            | {
+                "peers": [fla, qla],
+                "skipped": [f"{x}: the time budget was spent" for x in ("fla:cp, 1048576", "fla:cp, 5")],
+            },
         },
     }
 
@@ -245,7 +249,10 @@ def test_targets_stand_beside_figures():
     line = "| 131072, 16/32 | gates ≈ 1 | 1.450 | 1.400 | 1.300 half-lives told | 1.500 | 120 | 2.400 | 1.71 "
     assert line + "| 14.0 fla:cp | 2.600 flashqla:auto | 2.00 |" in text
     assert "| 131072, 16/32 | gates ≈ 1 | chain | 1.400 | 1.370 | 30 |" in text and "difference, µs (≤ 40)" in text
-    assert "- peers: stopped at its time limit" in text and "- peers: skipped: fla:cp, 1048576" in text
+    assert (
+        "- peers: stopped at its time limit" in text
+        and "- peers: skipped, as the time budget was spent: fla:cp, 1048576; fla:cp, 5\n" in text
+    )
 
 
 def test_the_page_of_results_has_a_section_for_several_gpus():

@@ -41,11 +41,20 @@ def markdown(found: Found, level: int = 1) -> str:
     ):
         if grid.rows:
             blocks.append(f"{head}# {title}\n\n{markdown_table(grid)}" + (f"\n\n{grid.title}" if grid.title else ""))
-    left = [*found["troubles"], *(f"{n}: skipped: {line}" for n, p in parts.items() for line in p["skipped"])]
+    left = [*found["troubles"], *(line for name, part in parts.items() for line in _skipped(name, part["skipped"]))]
     left += [f"{n}: {peer} is not here: {why}" for n, p in parts.items() for peer, why in p.get("absent", {}).items()]
     if left:
         blocks.append(f"{head}# What failed or was left out\n\n" + "\n".join(f"- {' '.join(x.split())}" for x in left))
     return "\n\n".join(blocks) + "\n"
+
+
+def _skipped(part: str, lines: list[str]) -> list[str]:
+    """One line a reason: a budget that was spent leaves out many cases."""
+    by_reason: dict[str, list[str]] = {}
+    for line in lines:
+        what, _, why = line.rpartition(": ")
+        by_reason.setdefault(why, []).append(what)
+    return [f"{part}: skipped, as {why}: {'; '.join(what)}" for why, what in by_reason.items()]
 
 
 def world_size(found: Found) -> int:
