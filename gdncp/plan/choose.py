@@ -30,6 +30,8 @@ _REFINABLE = 1.15  # and which are not further behind the best
 _FIRST_RATIOS = tuple(k / 20 for k in range(8, 33))  # of a first CP chunk to the others
 # of several ranks fewer, as each takes longer to cost
 _REFINED_OF_RANKS, _FIRST_RATIOS_OF_RANKS = 4, tuple(k / 20 for k in range(4, 33, 3))
+# what a grid loses with gates that forget is predicted too large, with gates that never do too small (docs/planner.md)
+_FORGETTING_LOSS = 0.9
 _WORLDS = (1, 2, 4, 8)  # for which a grid is chosen that may not depend on the world size: those of one node
 
 
@@ -166,7 +168,9 @@ class GridSearch:
         best = [cost.seconds(_least(grids, cost.bound, cost.seconds)) for cost in costs]
 
         def behind(values: Iterable[float]) -> float:
-            return max(value / own for value, own in zip(values, best, strict=True))
+            # the first gates are those that never forget
+            losses = (value / own - 1 for value, own in zip(values, best, strict=True))
+            return 1 + max(loss if i == 0 else _FORGETTING_LOSS * loss for i, loss in enumerate(losses))
 
         return _least(
             grids,
