@@ -67,8 +67,11 @@ class Balance:
         whole = self._snapped(math.inf)
         if self._least_of_whole(whole) <= _SURELY * self.seconds(best):
             best = min(best, whole, key=self._order)
-        if self._exact and refined and self._world_size <= _MOST_REFINED and not self._even(best):
-            best = min([best, *(self._all() or [self._improved(best, 0.0)])], key=self._order)
+        if self._exact and refined and self._world_size <= _MOST_REFINED and not self._least(best):
+            found = self._all()  # of few, some share the work less evenly and save more of the exchange
+            if not (found or self._even(best)):
+                found = [self._improved(best, 0.0)]
+            best = min([best, *found], key=self._order)
         # ranks without tokens come last: those that exchange states are near each other
         filled = list(dict.fromkeys(best))
         return filled + [best[-1]] * (len(best) - len(filled))
@@ -92,10 +95,18 @@ class Balance:
         return max(before + self._fixup_seconds(load) + after, alone) if load.num_hops else alone
 
     def _even(self, cuts: Cuts) -> bool:
-        """Whether no rank computes much longer than the mean, so that nothing can be gained by other cuts."""
+        """Whether no rank computes much longer than the mean, so that other cuts can only save some of the exchange."""
         each = [self._rank_seconds(start, stop) for start, stop in pairwise(cuts)]
         slowest = max(before for before, _ in each) + max(after for _, after in each)
-        return slowest * len(each) <= (1 + _EVEN) * sum(map(sum, each))
+        return self._near_mean(slowest, cuts)
+
+    def _least(self, cuts: Cuts) -> bool:
+        """Whether that is so with the exchange too, so that nothing can be gained by other cuts."""
+        return self._near_mean(self.seconds(cuts), cuts)
+
+    def _near_mean(self, seconds: float, cuts: Cuts) -> bool:
+        each = (sum(self._rank_seconds(start, stop)) for start, stop in pairwise(cuts))
+        return seconds * (len(cuts) - 1) <= (1 + _EVEN) * sum(each)
 
     def _least_of_whole(self, cuts: Cuts) -> float:
         """What the fullest rank takes at least, with cuts where sequences end: its work, all workers busy."""
