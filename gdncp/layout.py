@@ -17,7 +17,8 @@ import torch
 
 from gdncp.backends.base import AffineMaps, Fold, FoldRuns
 from gdncp.collectives import chain, local
-from gdncp.collectives.fixup import tables_on
+from gdncp.collectives.fixup import in_spans, tables_on
+from gdncp.collectives.spans import Composing, InSpans, composing_on
 from gdncp.plan import PrefillPlan
 from gdncp.work import WorkTable, from_cu_seqlens, from_rank_plan, num_stand_ins, upload
 
@@ -36,7 +37,9 @@ class Layout:
     final_sequences: torch.Tensor  # [num_final] final-state row -> sequence
     starts_all: bool = False  # first_sequences are all sequences, in order
     ends_all: bool = False  # so are final_sequences
-    runs: FoldRuns | None = None  # what is folded without an exchange; None: nothing is
+    runs: FoldRuns | None = None  # what is folded without an exchange, of composed maps where there are; None: nothing
+    composing: Composing | None = None  # with `plan.fold_span` > 1: before that and before an exchange,
+    in_spans: InSpans | None = None  # and behind them; None also where an exchange is not all between the two
     exchange: tuple[chain.Round, ...] = ()  # of a chain in which states travel whole
     fixup: tuple[Any, ...] = ()  # what stage 3 reads besides
     mail: tuple[FoldRuns, ...] = ()  # of the same by mail
@@ -168,9 +171,11 @@ def _build(plan: PrefillPlan, rank: int, device: torch.device, v_dim: int) -> La
         },
         device,
     )
-    chained = plan.crosses_ranks and plan.fixup == "chain"
+    chained, spanned = plan.crosses_ranks and plan.fixup == "chain", plan.fold_span > 1
     layout = Layout(
-        runs=local.tables_on(plan, rank, device).links.runs if folds_here and plan.fold_span == 1 else None,
+        runs=local.tables_on(plan, rank, device).links.runs if folds_here and not (late and spanned) else None,
+        composing=composing_on(plan, rank, device) if spanned else None,
+        in_spans=in_spans(plan, rank, device),
         fixup=tables_on(plan, rank, device, v_dim),
         exchange=chain.rounds_on(plan, rank, device) if chained else (),
         mail=chain.mail_on(plan, rank, device) if chained and not late else (),

@@ -311,7 +311,7 @@ def _fold_here(summary: Summary, composed: AffineMaps | None = None) -> None:
     if maps is None:
         return
     fold = call.backend.fold
-    if runs is not None and folds_runs(fold):
+    if runs is not None and call.layout.composing is None and folds_runs(fold):
         fold.fold_runs(maps, summary.entry_states, runs)
     elif call.plan is None:
         fold_on_device(call.layout, maps, summary.entry_states, fold)

@@ -201,6 +201,9 @@ class FoldRuns:
     # map, -1: none.  None: as many as there are maps, and no exits.
     num_fills: torch.Tensor | None = None
     exit_row: torch.Tensor | None = None
+    # Of runs inside spans that do not start their sequence: the row of the span's entry state among those of spans.  It
+    # is put in place, also where nothing is to be folded.
+    span_row: torch.Tensor | None = None
     # Where states travel by mail (`gdncp.collectives.peer_memory`): from and to which rank, -1: none, and which of its
     # messages.  Runs that do not start their sequence then all come from a rank, some with nothing to fold.
     source: torch.Tensor | None = None
@@ -210,14 +213,42 @@ class FoldRuns:
     prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # backends' launches over these runs
 
 
+@dataclass(frozen=True, eq=False)
+class ComposingRuns:
+    """What becomes one map each: consecutive maps of a sequence, their local states and their transitions apart.
+
+    All [num_runs] int64 on the device.
+    """
+
+    num_runs: int
+    map_row: torch.Tensor  # of the first, which is taken as it is
+    num_steps: torch.Tensor  # how many
+    composed_row: torch.Tensor  # the composed map's row
+    # 1: its transition is made, by folding the transitions like states with nothing to add; 0: its local state
+    of_transitions: torch.Tensor
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # backends' launches over these runs
+
+
 @runtime_checkable
 class RunFold(Protocol):
     """What a `Fold` may offer besides: whole runs in one launch, with the bits of one map at a time."""
 
     def fold_runs(
-        self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns, exits: torch.Tensor | None = None
+        self,
+        maps: AffineMaps,
+        entry_states: torch.Tensor,
+        runs: FoldRuns,
+        exits: torch.Tensor | None = None,
+        spans: torch.Tensor | None = None,
     ) -> None:
-        """Fill `entry_states` [items, H, V, K], and `exits` [.., H, V, K] where runs have them, in place."""
+        """Fill `entry_states` [items, H, V, K], and `exits` [.., H, V, K] where runs have them, in place.
+
+        spans: of runs inside spans, the entry states of spans [spans, H, V, K].
+        """
+        ...
+
+    def compose_runs(self, maps: AffineMaps, runs: ComposingRuns, composed: AffineMaps) -> None:
+        """Fill transitions and local states of `composed` in place."""
         ...
 
 

@@ -102,6 +102,13 @@ def _in_spans(plan: PrefillPlan, rank: int, device: torch.device) -> InSpans:
     return in_spans_on(spans, filled, [segment.first_item for segment in segments], device)
 
 
+def in_spans(plan: PrefillPlan, rank: int, device: torch.device) -> InSpans | None:
+    """What comes last in stage 3 with composed maps, where no part of it comes before an exchange; copied once."""
+    if plan.fold_span == 1 or plan.finish == "entry_late":
+        return None
+    return _in_spans(plan, rank, device) if plan.crosses_ranks else local.tables_on(plan, rank, device).in_spans
+
+
 def tables_on(plan: PrefillPlan, rank: int, device: torch.device, v_dim: int) -> tuple[Any, ...]:
     """All that `state_fixup` and `fold_here` read on the device, copied there once, without waiting for it.
 

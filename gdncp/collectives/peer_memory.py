@@ -105,7 +105,7 @@ def channels_of(plan: PrefillPlan, num_heads: int, v_dim: int) -> int:
     Not where heads are divided among lanes, whose chains run side by side; nor where stage 4 begins beside the
     exchange: programs that wait would keep it from the SMs.
     """
-    if plan.fixup != "chain" or plan.finish != "entry_first" or plan.fold_span > 1 or len(plan.head_groups) > 1:
+    if plan.fixup != "chain" or plan.finish != "entry_first" or len(plan.head_groups) > 1:
         return 0
     return most_messages(plan) * num_heads * (v_dim // CHANNEL_ROWS)
 

@@ -9,7 +9,17 @@ from typing import Any
 
 import torch
 
-from gdncp.backends.base import AffineMaps, Backend, Part, Sinks, TokenInputs, folds_by_mail, folds_runs, opens
+from gdncp.backends.base import (
+    AffineMaps,
+    Backend,
+    ComposingRuns,
+    Part,
+    Sinks,
+    TokenInputs,
+    folds_by_mail,
+    folds_runs,
+    opens,
+)
 from gdncp.collectives.peer_memory import Mailboxes, table_of
 from gdncp.layout import layout_of_plan
 from gdncp.plan import PrefillPlan, plan_prefill
@@ -57,6 +67,13 @@ def stage_calls(
     fold = backend.fold
     if folds_runs(fold) and layout.runs is not None:
         calls["fold_runs"] = partial(fold.fold_runs, maps, entry_states, layout.runs)
+        at = layout.runs.map_row
+        composing = ComposingRuns(layout.runs.num_runs, at, layout.runs.num_steps, at, torch.ones_like(at))
+        composed = AffineMaps.empty(layout.runs.num_runs, num_heads, k_dim, v_dim, device)
+        calls["compose_runs"] = partial(fold.compose_runs, maps, composing, composed)
+        spans = states(layout.runs.num_runs)
+        runs = replace(layout.runs, span_row=at)
+        calls["fold_runs, inside spans"] = partial(fold.fold_runs, maps, entry_states, runs, spans=spans)
     if folds_by_mail(fold) and layout.runs is not None:
         steps, none = layout.runs.num_steps, torch.full_like(layout.runs.entry_row, -1)
         runs = replace(layout.runs, num_fills=steps, source=none, source_message=none, target=none, target_message=none)

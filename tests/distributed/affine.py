@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gdncp.backends.base import AffineMaps, FoldRuns
+from gdncp.backends.base import AffineMaps, ComposingRuns, FoldRuns
 from gdncp.plan import PrefillPlan, plan_prefill
 
 HEADS, K_DIM, V_DIM = 5, 16, 80  # heads that do not divide by a world size; K and V that cannot be mistaken
@@ -41,9 +41,31 @@ class RunsFold(BlockFold):
         self.single_launches += 1
         return super().__call__(state, transition, local_state)
 
+    def compose_runs(self, maps: AffineMaps, runs: ComposingRuns, composed: AffineMaps) -> None:
+        assert runs.num_runs == len(runs.map_row)
+        self.run_launches += 1
+        for run in range(runs.num_runs):
+            row, steps, made, of_transitions = (
+                int(x[run]) for x in (runs.map_row, runs.num_steps, runs.composed_row, runs.of_transitions)
+            )
+            states, out = maps.local_state, composed.local_state
+            if of_transitions:
+                states, out = maps.transition, composed.transition
+            state = states[row]
+            for j in range(row + 1, row + steps):
+                add = torch.zeros_like(state) if of_transitions else maps.local_state[j]
+                state = super().__call__(state, maps.transition[j], add)
+            out[made] = state
+
     def fold_runs(
-        self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns, exits: torch.Tensor | None = None
+        self,
+        maps: AffineMaps,
+        entry_states: torch.Tensor,
+        runs: FoldRuns,
+        exits: torch.Tensor | None = None,
+        spans: torch.Tensor | None = None,
     ) -> None:
+        assert (spans is None) == (runs.span_row is None)
         assert runs.num_runs == len(runs.entry_row)
         self.run_launches += 1
         for run in range(runs.num_runs):
@@ -52,6 +74,9 @@ class RunsFold(BlockFold):
             )
             fills = steps if runs.num_fills is None else int(runs.num_fills[run])
             leave = -1 if runs.exit_row is None else int(runs.exit_row[run])
+            if spans is not None and not starts:
+                assert runs.span_row is not None
+                entry_states[entry] = spans[int(runs.span_row[run])]
             state = torch.zeros_like(entry_states[0]) if starts < 0 else entry_states[entry].clone()
             for j in range(steps):
                 local = maps.local_state[row + j]

@@ -257,7 +257,7 @@ def _fix_spans(rank: int, plans: list[PrefillPlan]) -> None:
             if isinstance(fold, RunsFold):
                 assert fold.single_launches == 0
                 # maps of spans; along them; inside; and without the exchange
-                assert fold.run_launches <= 2 + (3 if plan.fixup != "chain" else 2 * WORLD_SIZES[-1]) + 1 + 2
+                assert fold.run_launches <= 1 + (3 if plan.fixup != "chain" else 2 * WORLD_SIZES[-1]) + 1 + 2
         assert same_bits(*states)
 
 

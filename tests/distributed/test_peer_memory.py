@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +19,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdncp.backends.base import FoldRuns, folds_by_mail
-from gdncp.collectives import chain, peer_memory, state_fixup
+from gdncp.collectives import chain, compose, peer_memory, state_fixup
 from gdncp.collectives.agreement import agree_or_raise
+from gdncp.collectives.fixup import in_spans
 from gdncp.collectives.peer_memory import CHANNEL_ROWS, PLACES, VARIABLE, Count
 from gdncp.collectives.schedule import Link
+from gdncp.collectives.spans import fold_in_spans, spans_of
 from gdncp.plan import PrefillPlan, plan_prefill
-from tests.distributed.affine import RunsFold, make_plan, make_problem, random_ranges, rank_share, same_bits
+from tests.distributed.affine import (
+    BlockFold,
+    Problem,
+    RunsFold,
+    make_plan,
+    make_problem,
+    random_ranges,
+    rank_share,
+    same_bits,
+)
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_fixup import LONG, MANY, _ownerships
 from tests.distributed.test_schedule import plans
@@ -62,10 +75,9 @@ class _MailFold(RunsFold):
                 self.mail[self.rank, target, message] = exits[run]
 
 
-def _fold_by_mail(plan: PrefillPlan) -> None:
-    """All ranks in one process: a launch runs once all that it receives was sent."""
-    problem, mail = make_problem(plan), {}
-    shares = [rank_share(plan, rank, problem) for rank in range(plan.world_size)]
+def _fold_by_mail(plan: PrefillPlan, shares: list[Any]) -> None:
+    """All ranks in one process: a launch runs once all that it receives was sent.  Shares: (maps, entry states)."""
+    mail: dict[tuple[int, int, int], torch.Tensor] = {}
     folds = [_MailFold(rank, mail) for rank in range(plan.world_size)]
     assert all(folds_by_mail(fold) for fold in folds)
     left = [list(chain.mail_on(plan, rank, CPU)) for rank in range(plan.world_size)]
@@ -73,25 +85,82 @@ def _fold_by_mail(plan: PrefillPlan) -> None:
         ready = [rank for rank, launches in enumerate(left) if launches and not folds[rank].lacks(launches[0])]
         assert ready, "all ranks wait"
         for rank in ready:
-            maps, entry_states, _ = shares[rank]
-            folds[rank].fold_runs_by_mail(maps, entry_states, left[rank].pop(0), None)
+            folds[rank].fold_runs_by_mail(*shares[rank], left[rank].pop(0), None)
     assert not mail
+
+
+def _fix_by_mail(plan: PrefillPlan) -> None:
+    shares = [rank_share(plan, rank, make_problem(plan)) for rank in range(plan.world_size)]
+    _fold_by_mail(plan, [share[:2] for share in shares])
     for _, entry_states, expected in shares:
         assert same_bits(entry_states, expected)
+
+
+def _with_spans(plan: PrefillPlan, problem: Problem) -> torch.Tensor:
+    """Every CP chunk's entry state, from CP chunks alone: by composed maps along a sequence, by its own in a span."""
+    fold, entry_states = BlockFold(), problem.entry_states.clone()
+    transition, local_state = problem.transition, problem.local_state
+
+    def after(state: torch.Tensor, row: int) -> torch.Tensor:
+        return local_state[row] if plan.cp_chunks[row].is_first else fold(state, transition[row], local_state[row])
+
+    for _, cp_chunks in groupby(plan.cp_chunks, lambda c: c.sequence):
+        entry = None
+        for _, span in groupby(cp_chunks, lambda c: (c.rank, c.ordinal // plan.fold_span)):
+            rows = [c.index for c in span]
+            first = rows[0]
+            made, through = local_state[first], transition[first]
+            for row in rows[1:]:
+                made = fold(made, transition[row], local_state[row])
+                through = fold(through, transition[row], torch.zeros_like(through))
+            if entry is not None:
+                entry_states[first] = entry
+            for row in rows[1:]:
+                entry_states[row] = after(entry_states[row - 1], row - 1)
+            entry = made if entry is None else fold(entry, through, made)
+    return entry_states
+
+
+def _fix_spans_by_mail(plan: PrefillPlan) -> None:
+    """What `Whole` launches: maps of spans, mail along them, folds inside them."""
+    fold, problem = RunsFold(), make_problem(plan)
+    problem = replace(problem, entry_states=_with_spans(plan, problem))
+    shares, folded = [], []
+    for rank in range(plan.world_size):
+        maps, entry_states, expected = rank_share(plan, rank, problem)
+        shares.append((maps, entry_states, expected))
+        states = torch.full((len(spans_of(plan, rank)), *entry_states.shape[1:]), float("nan"))
+        folded.append((compose(plan, rank, maps, fold), states))
+    _fold_by_mail(plan, folded)
+    for rank, ((maps, entry_states, expected), (_, states)) in enumerate(zip(shares, folded, strict=True)):
+        inside = in_spans(plan, rank, CPU)
+        assert inside is not None
+        fold_in_spans(inside, states, maps, entry_states, fold)
+        assert same_bits(entry_states, expected)
+    assert fold.single_launches == 0
 
 
 @pytest.mark.parametrize("seq_lens", [LONG, MANY, [64, 128]], ids=["long", "many", "short"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_states_by_mail_are_those_of_one_left_fold(world_size, seq_lens):
     for ownership in _ownerships(seq_lens, world_size):
-        _fold_by_mail(make_plan(seq_lens, world_size, ownership, "chain"))
+        _fix_by_mail(make_plan(seq_lens, world_size, ownership, "chain"))
+
+
+@pytest.mark.parametrize("fold_span", [2, 3, 50])
+@pytest.mark.parametrize("seq_lens", [LONG, MANY, [64, 128]], ids=["long", "many", "short"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_states_of_spans_by_mail_are_those_of_one_left_fold(world_size, seq_lens, fold_span):
+    """Also where ownership is cut inside spans."""
+    for ownership in _ownerships(seq_lens, world_size):
+        _fix_spans_by_mail(make_plan(seq_lens, world_size, ownership, "chain", fold_span))
 
 
 def test_a_rank_with_nothing_to_fold_gets_its_entry_state():
     plan = make_plan([64 * 3], 3, [[(0, 64)], [(64, 128)], [(128, 192)]], "chain")
     (last,) = chain.mail_on(plan, 2, CPU)
     assert (last.num_steps.tolist(), last.source.tolist(), last.target.tolist()) == ([0], [1], [-1])
-    _fold_by_mail(plan)
+    _fix_by_mail(plan)
 
 
 @settings(max_examples=60, deadline=None)
@@ -122,7 +191,7 @@ def test_only_some_chains_go_by_mail():
     assert channels(finish="entry_first") == 8 * 8
     assert channels(finish="entry_first", ownership="zigzag") == 8 * 8  # one message each way
     assert channels(finish="entry_late") == channels(finish="entry_first", fixup="all_gather") == 0
-    assert channels(finish="entry_first", fold_span=2) == 0
+    assert channels(finish="entry_first", fold_span=2) == 8 * 8  # states enter spans as they enter CP chunks
     assert channels(finish="entry_first", lanes_per_rank=2, lanes_by="heads") == 0
 
 

@@ -59,6 +59,9 @@ def _cases(size: int) -> dict[str, dict[str, Any]]:
         "nothing to fold": {"seq_lens": [CHUNK * size], "ownership": one_at_the_end},
         "ranks without tokens": {"seq_lens": [long], "ownership": empty_in_the_middle},
         "there and back": {"seq_lens": [long], "ownership": there_and_back},
+        "spans": {"seq_lens": [long], "fold_span": 3},
+        "several, zigzag, in spans": {"seq_lens": many, "ownership": "zigzag", "fold_span": 2},
+        "a span a rank": {"seq_lens": [CHUNK * 4 * size], "fold_span": 4},
     }
 
 
@@ -68,6 +71,7 @@ class _Bound:
     def __init__(self, rank: int, size: int, group: Any, case: dict[str, Any], heads: int, dim: int):
         given = {"num_q_heads": heads, "num_k_heads": heads, "num_v_heads": 2 * heads, "head_dim": dim}
         words = {"cp_chunk_len": CHUNK, "fixup": "chain", "finish": "entry_first", **given}
+        words["fold_span"] = case.get("fold_span", 1)
         self.plan = gdncp.plan_prefill(world_size=size, **{**case, **words})
         self.alone = gdncp.plan_prefill(case["seq_lens"], **words)
         self.rank, self.group, self.heads, self.dim = rank, group, heads, dim
@@ -182,7 +186,9 @@ def _replayed(rank: int, size: int, first: str, second: str) -> str | None:
 
 
 @on_groups
-@pytest.mark.parametrize("first, second", [("one sequence", "several, zigzag"), ("zigzag", "there and back")])
+@pytest.mark.parametrize(
+    "first, second", [("one sequence", "several, zigzag"), ("zigzag", "there and back"), ("spans", "one sequence")]
+)
 def test_graphs_are_replayed_while_plans_alternate(size, backend, first, second):
     _run(_replayed, size, backend, first, second)
 

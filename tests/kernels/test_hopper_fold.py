@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gdncp.backends.base import AffineMaps, FoldRuns
+from gdncp.backends.base import AffineMaps, ComposingRuns, FoldRuns
 from gdncp.collectives import peer_memory
 from gdncp.collectives.peer_memory import COUNTS, WORDS_BYTES, Mailboxes
 from gdncp_kernels.hopper.state_fixup import StateFold
@@ -101,6 +101,53 @@ def test_runs_hand_states_on(dim, idle):
     columns = FoldRuns(len(runs), entry, row, num_steps, starts, num_fills, leave)
     fold.fold_runs(maps, states, columns, exits)
     assert torch.equal(states, expected) and torch.equal(exits, left)
+
+
+@with_idle_runs
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_composed_maps_have_the_bits_of_single_folds(dim, idle, length):
+    """Of a span that starts its sequence, its local state; of another one, its transition too, -0.0 and all."""
+    maps, fold = random_maps(2 * length + 1, dim), StateFold()
+    maps.transition[length, 0, :, : dim // 2] = -0.0
+    expected = random_maps(2 + idle, dim, seed=11)
+    composed = random_maps(2 + idle, dim, seed=11)
+    for row, made in ((0, 1), (length, 0)):
+        local, transition = maps.local_state[row], maps.transition[row]
+        for j in range(row + 1, row + length):
+            local = fold(local, maps.transition[j], maps.local_state[j])
+            transition = fold(transition, maps.transition[j], torch.zeros_like(transition))
+        expected.local_state[made] = local
+        if row:
+            expected.transition[made] = transition
+    runs = [(0, length, 1, 0), (length, length, 0, 0), (length, length, 0, 1), *[(0, 0, 0, 0)] * idle]
+    columns = (torch.tensor(x, device=DEVICE) for x in zip(*runs, strict=True))
+    fold.compose_runs(maps, ComposingRuns(len(runs), *columns), composed)
+    for got, wanted in ((composed.local_state, expected.local_state), (composed.transition, expected.transition)):
+        assert torch.equal(got.view(torch.int32), wanted.view(torch.int32))
+
+
+@with_idle_runs
+@pytest.mark.parametrize("length", [1, 5])
+def test_runs_inside_spans_put_their_entry_states_in_place(dim, idle, length):
+    """A span that starts its sequence, one in the middle, and one whose entry state is not known: from zeros."""
+    maps, fold = random_maps(3 * length, dim), StateFold()
+    states = torch.randn(3 * length + 1, HEADS, dim, dim, generator=torch.Generator().manual_seed(12)).to(DEVICE)
+    spans = torch.randn(4, HEADS, dim, dim, generator=torch.Generator().manual_seed(13)).to(DEVICE)
+    expected = states.clone()
+    expected[length] = spans[2]
+    for first, starts in ((0, 1), (length, 0), (2 * length, -1)):
+        state = torch.zeros_like(states[0]) if starts < 0 else expected[first]
+        for row in range(first, first + length - 1):
+            local = maps.local_state[row]
+            state = local if starts > 0 and row == first else fold(state, maps.transition[row], local)
+            expected[row + 1] = state
+    runs = [
+        (length * i, length * i, length - 1, starts, row) for i, (starts, row) in enumerate(((1, 0), (0, 2), (-1, 3)))
+    ]
+    none = [(3 * length, 0, 0, 1, 0)] * idle
+    entry, row, steps, starts, span_row = (torch.tensor(x, device=DEVICE) for x in zip(*runs, *none, strict=True))
+    fold.fold_runs(maps, states, FoldRuns(len(runs) + idle, entry, row, steps, starts, span_row=span_row), spans=spans)
+    assert torch.equal(states, expected)
 
 
 def mailboxes_of_two(capacity: int, first: int) -> list[Mailboxes]:

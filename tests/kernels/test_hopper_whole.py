@@ -31,7 +31,14 @@ STATES = {
     "on every rank": {"final_state": "all"},
     "fp8": {"initial_state": torch.float8_e4m3fn, "output_state": torch.float8_e4m3fn},  # which torch moves
 }
-GRIDS = {"whole": (1024, True), "split": (128, True), "split, not opened": (128, False)}
+GRIDS = {
+    "whole": (1024, True, 1),
+    "split": (128, True, 1),
+    "split, not opened": (128, False, 1),
+    "spans": (128, True, 3),
+    "one span": (128, True, 8),
+}
+SCRATCH = ("tiles", "maps", "entry_states", "final_states", "composed", "spans", "exits")
 CALLS = {
     f"{states}, {lengths}, {grid}, {every}, {dim}": (states, lengths, grid, every, dim)
     for states in STATES
@@ -46,7 +53,7 @@ CALLS = {
 def call_of(states, lengths, grid, every, dim=D, device="cpu"):
     """A plan, and a call of it with memory for all that it writes."""
     seq_lens, words, given = LENGTHS[lengths], STATES[states], {}
-    grid = dict(zip(("cp_chunk_len", "opens"), GRIDS[grid], strict=True))
+    grid = dict(zip(("cp_chunk_len", "opens", "fold_span"), GRIDS[grid], strict=True))
     plan = gdncp.plan_prefill(seq_lens, checkpoint_every_n_tokens=every, head_dim=dim, **grid, **HEADS)
     tokens, count = random_tokens(sum(seq_lens), heads=(1, 1, H), dim=dim, dtype=torch.bfloat16), len(seq_lens)
     for name, value in words.items():
@@ -65,8 +72,9 @@ def call_of(states, lengths, grid, every, dim=D, device="cpu"):
 
 @pytest.fixture
 def recorded(machine, monkeypatch):
-    """`recorded(run, arguments)`: the launches of `run()`, addresses told by what lies there."""
-    seen, named = [], {}
+    """`recorded(run, arguments)`: the launches of `run()`; addresses told by what of the caller's lies there, those in
+    scratch by the order in which they first come."""
+    seen, scratch = [], set()
 
     def argument(x, values):
         if isinstance(x, (Pointer, Tile)):
@@ -76,23 +84,25 @@ def recorded(machine, monkeypatch):
 
     def enqueue(launches, *changing):
         values = {**launches._fixed, **dict(zip(launches._changing, changing, strict=True))}
-        named.update({values[n]: n for n in ("tiles", "maps", "entry_states", "final_states") if values.get(n)})
+        scratch.update(filter(None, map(values.get, SCRATCH)))
         for x in launches._launches:
             arguments = [argument(a, values) for a in x._arguments]
             seen.append((x._launcher.kernel.__name__, x.num_programs, arguments))
 
     def run_and_record(run, arguments):
         seen.clear()
-        named.clear()
-        kept = run()
+        scratch.clear()
+        kept, order = run(), {}
         callers = {x.data_ptr(): n for n, x in arguments.items() if isinstance(x, torch.Tensor) and x.numel()}
-        places = named | callers
         del kept
 
         def place(x):  # a table's tensor is an address in both
             if not (type(x) is tuple and x[:1] == ("at",)):
                 return x
-            return (places[x[1]], *x[2:]) if x[1] in places else x[1]
+            _, address, offset, like = x
+            if address in callers:
+                return callers[address], offset, like
+            return (order.setdefault(address + offset, len(order)), like) if address in scratch else address
 
         return [(kernel, grid, [place(x) for x in given]) for kernel, grid, given in seen]
 
@@ -127,7 +137,6 @@ def test_it_launches_what_the_stages_launch(recorded, monkeypatch, call):
 
 
 ONLY_IN_STAGES = {  # over the plan, over the arguments
-    "composed maps": ({"fold_span": 2}, {}),
     "lanes": ({"lanes_per_rank": 2}, {}),
     "checkpoints inside chunks": ({"checkpoint_every_n_tokens": 0, "checkpoint_positions": [[5], [], []]}, {}),
     "narrow checkpoints": ({}, {"state_checkpoints": torch.zeros(12, H, D, D).half()}),
@@ -174,10 +183,11 @@ def ranks(monkeypatch):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("initial", [False, True])
 @pytest.mark.parametrize("ownership", ["contiguous", "zigzag"])
-def test_so_do_calls_that_hand_states_on(recorded, ranks, monkeypatch, rank, initial, ownership):
+@pytest.mark.parametrize("span", [1, 2])
+def test_so_do_calls_that_hand_states_on(recorded, ranks, monkeypatch, rank, initial, ownership, span):
     """Launches are those of the stages, and between the same ones the same messages."""
     messages = ranks(rank)
-    words = {"cp_chunk_len": 128, "fixup": "chain", "finish": "entry_first", "ownership": ownership}
+    words = {"cp_chunk_len": 128, "fixup": "chain", "finish": "entry_first", "ownership": ownership, "fold_span": span}
     plan = gdncp.plan_prefill([1000, 0, 330], world_size=2, **words, **HEADS)
     tokens = random_tokens(plan.num_tokens(rank), heads=(1, 1, H), dim=D, dtype=torch.bfloat16)
     arguments = {**tokens, "backend": "hopper", "output": torch.empty_like(tokens["v"])}
@@ -202,10 +212,11 @@ def test_so_do_calls_that_hand_states_on(recorded, ranks, monkeypatch, rank, ini
 @pytest.mark.parametrize("machine", ["3.6"], indirect=True)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("ownership", ["contiguous", "zigzag"])
-def test_by_mail_they_are_launches_and_nothing_else(recorded, ranks, monkeypatch, rank, ownership):
+@pytest.mark.parametrize("span", [1, 2])
+def test_by_mail_they_are_launches_and_nothing_else(recorded, ranks, monkeypatch, rank, ownership, span):
     """The same ones in stages, with the same arguments; prepared once, for whatever mailboxes there are."""
     messages = ranks(rank)
-    words = {"cp_chunk_len": 128, "fixup": "chain", "finish": "entry_first", "ownership": ownership}
+    words = {"cp_chunk_len": 128, "fixup": "chain", "finish": "entry_first", "ownership": ownership, "fold_span": span}
     plan = gdncp.plan_prefill([1000, 0, 330], world_size=2, **words, **HEADS)
     tokens = random_tokens(plan.num_tokens(rank), heads=(1, 1, H), dim=D, dtype=torch.bfloat16)
     arguments = {**tokens, "backend": "hopper", "output": torch.empty_like(tokens["v"])}

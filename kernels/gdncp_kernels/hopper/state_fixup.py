@@ -8,7 +8,9 @@ of the fold by TMA, the state stays in shared memory, and each warp makes an eig
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.experimental import gluon
@@ -20,7 +22,7 @@ from gdncp_kernels.hopper.common import barrier, load_tile
 from gdncp_kernels.hopper.launch import Launch, Launcher, Launches, Pointer
 
 if TYPE_CHECKING:
-    from gdncp.backends.base import AffineMaps, FoldRuns
+    from gdncp.backends.base import AffineMaps, ComposingRuns, FoldRuns
     from gdncp.collectives.peer_memory import Mailboxes
     from gdncp.scratch import ScratchLayout
 
@@ -103,17 +105,18 @@ def fold_kernel(
 @gluon.jit
 def _put(S, j, entry, stride, fills, leave, last):
     """The state after map j: an entry state, and after the last map what the run hands on."""
-    if fills is None:
-        gl.store(entry + (j + 1) * stride, S)
-    else:
-        if j < fills:
+    if entry is not None:
+        if fills is None:
             gl.store(entry + (j + 1) * stride, S)
+        else:
+            if j < fills:
+                gl.store(entry + (j + 1) * stride, S)
     if leave is not None:
         if j == last:
             gl.store(leave, S)
 
 
-@gluon.jit(do_not_specialize=["H"])
+@gluon.jit(do_not_specialize=["H", "NUM_MAPS", "NUM_COMPOSED"])
 def fold_runs_kernel(
     transition_map,
     local_state,
@@ -125,12 +128,17 @@ def fold_runs_kernel(
     num_fills,
     exit_row,
     exits,
+    span_row,
+    spans,
+    of_transitions,
     source,
     source_message,
     target,
     target_message,
     peers,
     H,
+    NUM_MAPS,
+    NUM_COMPOSED,
     ROWS: gl.constexpr,
     RING: gl.constexpr,
 ):
@@ -138,6 +146,10 @@ def fold_runs_kernel(
 
     peers: of runs by mail, the table of `gdncp.collectives.peer_memory`.  What does not start its sequence then comes
     from another rank, to nothing but its entry state where there is nothing to fold.
+    spans: of runs inside spans, whose entry states lie there; they are put in place, also where there is nothing to
+    fold.
+    of_transitions: of `gdncp.backends.base.ComposingRuns`; `exits` are then the local states of composed maps.  In
+    memory NUM_MAPS transitions come before local states, and NUM_COMPOSED before `exits`.
     """
     DIM: gl.constexpr = transition_map.block_shape[1]
     block = gl.program_id(0) % (DIM // ROWS)
@@ -145,16 +157,22 @@ def fold_runs_kernel(
     run = gl.program_id(0) // (DIM // ROWS * H)
     steps = gl.load(num_steps + run).to(gl.int32)
     works = steps > 0
-    if peers is not None:
+    if peers is not None or spans is not None:
         works = steps >= 0
     if works:
         stride = H.to(gl.int64) * (DIM * DIM)
         row = block * ROWS + gl.arange(0, ROWS, layout=ROW)
         at = row[:, None] * DIM + gl.arange(0, DIM, layout=COL)[None, :]
         first_map = gl.load(map_row + run)
-        entry_start = entry_states + gl.load(entry_row + run) * stride + head * (DIM * DIM)
-        entry = entry_start + at
-        local = local_state + first_map * stride + head * (DIM * DIM) + at
+        entry = None
+        if entry_states is not None:
+            entry_start = entry_states + gl.load(entry_row + run) * stride + head * (DIM * DIM)
+            entry = entry_start + at
+        first_local = first_map
+        if of_transitions is not None:
+            is_transition = gl.load(of_transitions + run)
+            first_local -= is_transition * NUM_MAPS
+        local = local_state + first_local * stride + head * (DIM * DIM) + at
         tile_row = ((first_map * H + head) * DIM).to(gl.int32)
         fills = None
         leave = None
@@ -163,7 +181,10 @@ def fold_runs_kernel(
             fills = gl.load(num_fills + run).to(gl.int32)
         if exits is not None:
             leave_row = gl.load(exit_row + run)
-            leave = exits + gl.maximum(leave_row, 0) * stride + head * (DIM * DIM) + at
+            there = gl.maximum(leave_row, 0)
+            if of_transitions is not None:
+                there -= is_transition * NUM_COMPOSED
+            leave = exits + there * stride + head * (DIM * DIM) + at
             last = gl.where(leave_row < 0, steps, steps - 1)
 
         ring = gl.allocate_shared_memory(gl.float32, [RING, DIM, DIM], TRANSITION)
@@ -172,8 +193,10 @@ def fold_runs_kernel(
         for s in gl.static_range(RING):
             mbarrier.init(full.index(s), count=1)
         # the first map of a sequence: its local state is its exit state, and its transition is not read
-        how = gl.load(starts + run)
-        begins = (how > 0).to(gl.int32)
+        begins = 1
+        if starts is not None:
+            how = gl.load(starts + run)
+            begins = (how > 0).to(gl.int32)
         for s in gl.static_range(RING):
             ahead = begins + s
             _load(transition_map, tile_row + ahead * H * DIM, full.index(s), ring.index(s), ahead < steps)
@@ -199,12 +222,22 @@ def fold_runs_kernel(
                 whole = gl.load(mailboxes.arrived(peers, inbox, received, part, column, DIM))
                 gl.store(entry_start + (block * ROWS + part) * DIM + column, whole)
                 held.store(whole)
-            else:
+            elif spans is not None:
+                outer = spans + gl.load(span_row + run) * stride + head * (DIM * DIM) + at
+                known = at < DIM * DIM * (how == 0).to(gl.int32)
+                S = gl.load(outer, mask=known, other=0.0)
+                gl.store(entry, S, mask=known)
+                held.store(S)
+            elif entry is not None:
                 # or from zeros
                 held.store(gl.load(entry, mask=at < DIM * DIM * (how == 0).to(gl.int32), other=0.0))
         barrier()
         for step in range(begins, steps):
-            n = gl.load(local + step * stride)
+            if of_transitions is not None:
+                # to a transition nothing is added
+                n = gl.load(local + step * stride, mask=at < DIM * DIM * (1 - is_transition).to(gl.int32), other=0.0)
+            else:
+                n = gl.load(local + step * stride)
             i = step - begins
             slot = i % RING
             mbarrier.wait(full.index(slot), (i // RING) & 1)
@@ -225,8 +258,7 @@ _launch = Launcher(fold_kernel, num_warps=WARPS)
 _launch_runs = Launcher(fold_runs_kernel, num_warps=WARPS)
 # with assertions, of which there is one: that a peer came in time
 _launch_runs_by_mail = Launcher(fold_runs_kernel, num_warps=WARPS, debug=True, sanitize_overflow=False)
-_CHANGING = ("maps", "entry_states", "exits")
-_CHANGING_BY_MAIL = ("maps", "entry_states", "peers")
+_MAPS, _ENTRY_STATES = Pointer("maps", torch.float32), Pointer("entry_states", torch.float32)
 
 
 class StateFold:
@@ -248,66 +280,142 @@ class StateFold:
         return out
 
     def fold_runs(
-        self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns, exits: torch.Tensor | None = None
+        self,
+        maps: AffineMaps,
+        entry_states: torch.Tensor,
+        runs: FoldRuns,
+        exits: torch.Tensor | None = None,
+        spans: torch.Tensor | None = None,
     ) -> None:
-        if not runs.num_runs:
-            return
-        with torch.cuda.device_of(entry_states):
-            key = maps.scratch.layout.fields["transition"].shape  # all that maps differ in
-            launches = runs.prepared.get(key)
-            if launches is None:
-                launches = runs.prepared[key] = Launches(
-                    _CHANGING,
-                    prepare_runs(maps.scratch.layout, runs, None if exits is None else Pointer("exits", torch.float32)),
-                )
-            launches(maps.scratch.address, entry_states.data_ptr(), None if exits is None else exits.data_ptr())
+        others = {name: x for name, x in (("exits", exits), ("spans", spans)) if x is not None}
+
+        def prepare(layout: ScratchLayout) -> Launch:
+            return prepare_runs(layout, runs, **{name: Pointer(name, torch.float32) for name in others})
+
+        addresses = {name: x.data_ptr() for name, x in others.items()}
+        _run_prepared(maps, runs, prepare, entry_states=entry_states.data_ptr(), **addresses)
+
+    def compose_runs(self, maps: AffineMaps, runs: ComposingRuns, composed: AffineMaps) -> None:
+        made = composed.scratch
+
+        def prepare(layout: ScratchLayout) -> Launch:
+            return prepare_composing(layout, runs, made.layout, composed=Pointer("composed", torch.float32))
+
+        _run_prepared(maps, runs, prepare, composed=made.address)
 
     def fold_runs_by_mail(
         self, maps: AffineMaps, entry_states: torch.Tensor, runs: FoldRuns, mailboxes: Mailboxes
     ) -> None:
-        with torch.cuda.device_of(entry_states):
-            key = maps.scratch.layout.fields["transition"].shape
-            launches = runs.prepared.get(key)
-            if launches is None:
-                prepared = prepare_runs(maps.scratch.layout, runs, peers=Pointer("peers", torch.int64))
-                launches = runs.prepared[key] = Launches(_CHANGING_BY_MAIL, prepared)
-            launches(maps.scratch.address, entry_states.data_ptr(), mailboxes.address)
+        def prepare(layout: ScratchLayout) -> Launch:
+            return prepare_runs(layout, runs, peers=Pointer("peers", torch.int64))
+
+        _run_prepared(maps, runs, prepare, entry_states=entry_states.data_ptr(), peers=mailboxes.address)
+
+
+def _run_prepared(
+    maps: AffineMaps, runs: FoldRuns | ComposingRuns, prepare: Callable[[ScratchLayout], Launch], **addresses: int
+) -> None:
+    if not runs.num_runs:
+        return
+    with torch.cuda.device_of(runs.map_row):
+        layout = maps.scratch.layout
+        key = layout.fields["transition"].shape  # all that maps differ in
+        launches = runs.prepared.get(key)
+        if launches is None:
+            launches = runs.prepared[key] = Launches(("maps", *addresses), prepare(layout))
+        launches(maps.scratch.address, *addresses.values())
 
 
 def prepare_runs(
-    maps: ScratchLayout, runs: FoldRuns, exits: Pointer | None = None, peers: Pointer | None = None
+    layout: ScratchLayout,
+    runs: FoldRuns,
+    maps: Pointer = _MAPS,
+    entry_states: Pointer = _ENTRY_STATES,
+    exits: Pointer | None = None,
+    spans: Pointer | None = None,
+    peers: Pointer | None = None,
 ) -> Launch:
-    """The launch of `fold_runs`.  exits: where they are, of runs that have some; peers: of runs by mail, the table."""
-    num_maps, num_heads, k_dim, _ = maps.fields["transition"].shape
-    num_rows = runs.num_runs * num_heads * k_dim  # of states, which are square
-    # one wave where that is possible: every program reads whole transitions
-    rows = BLOCK_ROWS if num_rows <= SMS * BLOCK_ROWS else 2 * BLOCK_ROWS
-    launcher = _launch_runs if peers is None else _launch_runs_by_mail
-    # a rank whose states only pass through has no maps: its map is then of something else, and not used
-    where, count, offset = ("maps", num_maps, maps.offset("transition")) if num_maps else ("entry_states", 1, 0)
-    return launcher.prepare(
-        num_rows // rows,
-        {
-            "transition_map": tensor_maps.transitions(where, count * num_heads, k_dim, offset),
-            "local_state": Pointer("maps", torch.float32, maps.offset("local_state")),
-            "entry_states": Pointer("entry_states", torch.float32),
-            "entry_row": runs.entry_row,
-            "map_row": runs.map_row,
-            "num_steps": runs.num_steps,
-            "starts": runs.starts,
-            "num_fills": runs.num_fills,
-            "exit_row": runs.exit_row,
-            "exits": exits,
-            "source": runs.source,
-            "source_message": runs.source_message,
-            "target": runs.target,
-            "target_message": runs.target_message,
-            "peers": peers,
-            "H": num_heads,
-            "ROWS": rows,
-            "RING": RING,
-        },
-    )
+    """The launch of `fold_runs`, over maps laid out so.
+
+    Pointers: where maps and states lie; exits, of runs that have some; spans, of runs inside spans; peers, of runs by
+    mail, the table.
+    """
+    arguments = {
+        "entry_states": entry_states,
+        "entry_row": runs.entry_row,
+        "starts": runs.starts,
+        "num_fills": runs.num_fills,
+        "exit_row": runs.exit_row,
+        "exits": exits,
+        "span_row": runs.span_row,
+        "spans": spans,
+        "source": runs.source,
+        "source_message": runs.source_message,
+        "target": runs.target,
+        "target_message": runs.target_message,
+        "peers": peers,
+    }
+    return _prepare(layout, runs, maps, entry_states, arguments)
+
+
+def prepare_composing(
+    layout: ScratchLayout,
+    runs: ComposingRuns,
+    composed_layout: ScratchLayout,
+    maps: Pointer = _MAPS,
+    *,
+    composed: Pointer,
+) -> Launch:
+    """The launch of `compose_runs`: from maps laid out so, at `maps`, to maps laid out so, at `composed`."""
+    num_maps, num_composed = (_transitions_before_local_states(x) for x in (layout, composed_layout))
+    arguments = {
+        "exit_row": runs.composed_row,
+        "exits": replace(composed, offset=composed.offset + composed_layout.offset("local_state")),
+        "of_transitions": runs.of_transitions,
+        "NUM_MAPS": num_maps,
+        "NUM_COMPOSED": num_composed,
+    }
+    return _prepare(layout, runs, maps, maps, arguments)
+
+
+def _transitions_before_local_states(layout: ScratchLayout) -> int:
+    """How many: the maps, as nothing lies between the two."""
+    num_maps, num_heads, k_dim, _ = layout.fields["transition"].shape
+    assert layout.offset("local_state") - layout.offset("transition") == 4 * num_maps * num_heads * k_dim * k_dim
+    return num_maps
+
+
+def _prepare(
+    layout: ScratchLayout,
+    runs: FoldRuns | ComposingRuns,
+    maps: Pointer,
+    instead: Pointer,
+    arguments: Mapping[str, Any],
+) -> Launch:
+    """instead: what stands for maps where there are none."""
+    num_maps, num_heads, k_dim, _ = layout.fields["transition"].shape
+    rows = _rows_of(runs.num_runs * num_heads * k_dim)  # states are square
+    at = [replace(maps, offset=maps.offset + layout.offset(name)) for name in ("transition", "local_state")]
+    if not num_maps:  # on a rank whose states only pass through: a tensor map is then of something else, and not used
+        at, num_maps = [instead, instead], 1
+    launcher = _launch_runs if arguments.get("peers") is None else _launch_runs_by_mail
+    given = {
+        "transition_map": tensor_maps.transitions(at[0].name, num_maps * num_heads, k_dim, at[0].offset),
+        "local_state": at[1],
+        "map_row": runs.map_row,
+        "num_steps": runs.num_steps,
+        "H": num_heads,
+        "ROWS": rows,
+        "RING": RING,
+        **arguments,
+    }
+    num_programs = runs.num_runs * num_heads * k_dim // rows
+    return launcher.prepare(num_programs, {name: given.get(name) for name in fold_runs_kernel.arg_names})
+
+
+def _rows_of(num_rows: int) -> int:
+    """A program's: one wave where that is possible, as every program reads whole transitions."""
+    return BLOCK_ROWS if num_rows <= SMS * BLOCK_ROWS else 2 * BLOCK_ROWS
 
 
 def _as_batch(x: torch.Tensor) -> torch.Tensor:

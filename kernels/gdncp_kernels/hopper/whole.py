@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from gdncp.backends.base import FoldRuns, maps_layout
 from gdncp.collectives import chain, peer_memory
 from gdncp.collectives.fixup import LOCAL, FixupStats, stats_of
+from gdncp.collectives.spans import spans_of
 from gdncp.collectives.wire import Wire
 from gdncp.scratch import ScratchLayout
 from gdncp_kernels.hopper import precompute_t, recurrence_launches, state_fixup, states
@@ -25,8 +27,7 @@ _CHANGING = (
     *("q", "k", "v", "gate", "beta", "output", "slots", "source", "destination", "checkpoints"),  # the caller's
     *("tiles", "maps", "entry_states", "final_states"),  # scratch, but for final states that are written in place
 )
-
-
+_MAPS, _ENTRY_STATES = Pointer("maps", torch.float32), Pointer("entry_states", torch.float32)
 _Messages = tuple[list[tuple[int, slice]], list[tuple[int, slice]]]  # sent to, and received from, whom and where
 
 
@@ -37,7 +38,7 @@ class Whole:
         """For a call that `is_whole`."""
         layout, (table,), inputs, shape = call.layout, call.tables, call.inputs, call.state_shape
         heads, v_dim, k_dim = shape
-        self._maps = maps_layout(layout.num_maps, heads, k_dim, v_dim)
+        self._maps = self._folded = maps_layout(layout.num_maps, heads, k_dim, v_dim)
         scratch = {
             "tiles": ((tiles_of(inputs, table).num_bytes,), torch.uint8),
             "maps": ((self._maps.num_bytes,), torch.uint8),
@@ -46,12 +47,32 @@ class Whole:
         if not call.final_in_place:
             scratch["final_states"] = ((layout.num_final, *shape), torch.float32)
         num_exits = sum(found.num_exits for found in layout.exchange)
-        self._scratch = ScratchLayout({**scratch, "exits": ((num_exits, *shape), torch.float32)})
+        more: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"exits": ((num_exits, *shape), torch.float32)}
+        if layout.composing is not None:
+            self._folded = maps_layout(len(layout.composing.spans), heads, k_dim, v_dim)
+            assert call.plan is not None
+            more["composed"] = ((self._folded.num_bytes,), torch.uint8)
+            more["span_states"] = ((len(spans_of(call.plan, call.rank)), *shape), torch.float32)
+        self._scratch = ScratchLayout({**scratch, **more})
         self._offsets = tuple(self._scratch.offset(name) for name in scratch)
+        self._folded_maps, self._folded_states = _MAPS, _ENTRY_STATES  # along sequences, and what that fills
+        if layout.composing is not None:
+            self._folded_maps, self._folded_states = self._at("composed"), self._at("span_states")
         self._parts: list[Launches] = []  # made when they are first wanted, as all below
         self._exchanges: list[_Messages] = []
         self._by_mail: Launches | None = None
         self._sent_by_mail = LOCAL
+
+    def _at(self, name: str) -> Pointer:
+        """What lies behind the scratch that has a name of its own."""
+        return replace(_ENTRY_STATES, offset=self._scratch.offset(name) - self._scratch.offset("entry_states"))
+
+    def _fold(self, runs: FoldRuns, exits: Pointer | None = None, peers: Pointer | None = None) -> list[Launch]:
+        """Along sequences."""
+        if not runs.num_runs:
+            return []
+        folded = (self._folded, runs, self._folded_maps, self._folded_states)
+        return [state_fixup.prepare_runs(*folded, exits=exits, peers=peers)]
 
     def _before(self, call: Call) -> list[Launch]:
         """What comes before the exchange."""
@@ -62,22 +83,28 @@ class Whole:
             output = call.output if opens else None
             checkpoints = opens and _has_checkpoints(call)
             launches.append(recurrence_launches.prepare_mn(inputs, table, self._maps, output, checkpoints))
+            if layout.composing is not None and layout.composing.runs.num_runs:
+                runs, composed = layout.composing.runs, self._folded_maps
+                launches.append(state_fixup.prepare_composing(self._maps, runs, self._folded, composed=composed))
             if layout.runs is not None:
-                launches.append(state_fixup.prepare_runs(self._maps, layout.runs))
+                launches += self._fold(layout.runs)
         return launches
 
     def _behind(self, call: Call) -> list[Launch]:
-        (table,) = call.tables
+        (table,), inside = call.tables, call.layout.in_spans
+        launches = []
+        if inside is not None and inside.runs.num_runs:
+            launches.append(state_fixup.prepare_runs(self._maps, inside.runs, spans=self._folded_states))
         checkpoints = _has_checkpoints(call)
         opened = recurrence_launches.prepare_cp_prefill(call.inputs, table, call.output, _opens(call), checkpoints)
-        return [opened, *_stores(call)]
+        return [*launches, opened, *_stores(call)]
 
     def _prepare(self, call: Call) -> None:
         """What comes before each exchange, and what comes behind the last."""
         parts = [self._before(call)]
         for runs, messages in self._rounds(call):
             if runs is not None:
-                parts[-1].append(state_fixup.prepare_runs(self._maps, *runs))
+                parts[-1] += self._fold(runs[0], exits=runs[1])
             if messages is not None:
                 parts.append([])
                 self._exchanges.append(messages)
@@ -88,7 +115,7 @@ class Whole:
         """All of it: what ranks hand on, they hand on inside their launches."""
         plan, peers = call.plan, Pointer("peers", torch.int64)
         assert plan is not None
-        folds = [state_fixup.prepare_runs(self._maps, runs, peers=peers) for runs in call.layout.mail]
+        folds = [launch for runs in call.layout.mail for launch in self._fold(runs, peers=peers)]
         sent, received = chain.count_mail(plan, call.rank, 4 * math.prod(call.state_shape))
         self._sent_by_mail = FixupStats(
             plan.fixup, len(sent), len(received), sum(sent), sum(received), peer_memory.NAME
@@ -98,14 +125,16 @@ class Whole:
     def _rounds(self, call: Call) -> Iterator[tuple[tuple[FoldRuns, Pointer] | None, _Messages | None]]:
         """Of `gdncp.collectives.chain`: what is folded, and what is sent then; rows as places in our memory."""
         size = math.prod(call.state_shape)
-        entries, exits = self._scratch.offset("entry_states"), self._scratch.offset("exits")
+        exits = self._scratch.offset("exits")
+        entries = self._scratch.offset("entry_states") + self._folded_states.offset
         for runs, num_exits, sends, receives in call.layout.exchange:
 
             def at(start: int, messages: Sequence[tuple[int, int]]) -> list[tuple[int, slice]]:
                 places = ((peer, start // 4 + row * size) for peer, row in messages)
                 return [(peer, slice(place, place + size)) for peer, place in places]
 
-            folds = None if runs is None else (runs, Pointer("entry_states", torch.float32, exits - entries))
+            left = replace(_ENTRY_STATES, offset=exits - self._scratch.offset("entry_states"))
+            folds = None if runs is None else (runs, left)
             messages = (at(exits, sends), at(entries, receives)) if sends or receives else None
             yield folds, messages
             exits += 4 * size * num_exits
@@ -192,7 +221,6 @@ def is_whole(call: Call) -> bool:
     return (
         plan is not None
         and (not plan.crosses_ranks or (plan.fixup == "chain" and plan.finish == "entry_first"))
-        and plan.fold_span == 1
         and len(layout.tables) == 1
         and layout.num_items > 0
         and call.inputs.q.shape[0] > 0
