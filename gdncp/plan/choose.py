@@ -30,7 +30,7 @@ _REFINABLE = 1.15  # and which are not further behind the best
 _FIRST_RATIOS = tuple(k / 20 for k in range(8, 33))  # of a first CP chunk to the others
 # of several ranks fewer, as each takes longer to cost
 _REFINED_OF_RANKS, _FIRST_RATIOS_OF_RANKS = 4, tuple(k / 20 for k in range(4, 33, 3))
-# what a grid loses with gates that forget is predicted too large, with gates that never do too small (docs/planner.md)
+# what a grid of one rank loses with gates that forget is predicted too large, and else too small (docs/planner.md)
 _FORGETTING_LOSS = 0.9
 _WORLDS = (1, 2, 4, 8)  # for which a grid is chosen that may not depend on the world size: those of one node
 
@@ -169,8 +169,9 @@ class GridSearch:
 
         def behind(values: Iterable[float]) -> float:
             # the first gates are those that never forget
-            losses = (value / own - 1 for value, own in zip(values, best, strict=True))
-            return 1 + max(loss if i == 0 else _FORGETTING_LOSS * loss for i, loss in enumerate(losses))
+            never, *forgets = (value / own - 1 for value, own in zip(values, best, strict=True))
+            weight = _FORGETTING_LOSS if self._of_one_rank else 1.0
+            return 1 + max(never, *(weight * loss for loss in forgets))
 
         return _least(
             grids,

@@ -16,6 +16,7 @@ LAYER = {"num_q_heads": 16, "num_k_heads": 16, "num_v_heads": 32, "profile": "h2
 # sequences, ranks, tokens a sequence, whether lengths differ, ownership -> what commit 6ec14a4 chose: tokens of a
 # sequence's first CP chunk and of the others, whether sequences are opened, CP chunks of a span
 BEFORE = {
+    (8, 8, 8192, False, "zigzag"): (1024, 1024, True, 1),
     (1, 1, 8192, True, "contiguous"): (2240, 1920, True, 1),
     (1, 1, 131072, True, "contiguous"): (24768, 33280, True, 1),
     (1, 2, 8192, True, "contiguous"): (960, 1280, False, 1),
