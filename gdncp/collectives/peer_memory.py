@@ -22,7 +22,8 @@ launches in this order on one stream, and all ranks make the same calls over a g
 for WRITTEN, which a launch of an earlier round of the same call writes, and for READ of two messages before on its
 channel, which a launch of an earlier call writes, since a call uses a channel once.  So it waits for launches with
 smaller numbers only, never for its own: by induction all launches end, in whatever order their programs get SMs.
-`in_order` sees to the order of calls on several streams; that of a graph's replays is up to who replays them.  Kernels
+`in_order` sees to the order of calls on several streams; that of a graph's replays among calls and other replays is up
+to who replays them.  Kernels
 that wait may hold all SMs, so two groups that share GPUs must not have calls under way at once, as with NCCL.
 
 A peer that is gone: who waits for longer than the group's timeout ends its kernel by a device-side assertion.
@@ -148,8 +149,9 @@ class _Peers:
         self.boxes: Mailboxes | None = None
         self._former: list[Mailboxes] = []  # which CUDA graphs go on using
         self._refused: float = float("inf")  # so many channels cannot be had, nor more
-        self._raw: int | None = None  # the stream of the last call
+        self._raw: int | None = None  # the stream of the last call; None: to be looked at
         self._stream: torch.cuda.Stream | None = None
+        self._captured: torch.cuda.Stream | None = None  # of the last call that was captured
 
     def more(self, group: dist.ProcessGroup, num_channels: int) -> Mailboxes | None:
         """Mailboxes of at least so many channels.  What is decided here, all ranks decide alike."""
@@ -178,14 +180,29 @@ class _Peers:
         return boxes
 
     def in_order(self) -> None:
-        """Calls over one group follow each other on the device, whatever streams they are enqueued on."""
+        """Calls over one group follow each other on the device, whatever streams they are enqueued on.
+
+        Captured ones those before them in the capture: when the graph is replayed is not known here.
+        """
         raw = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if raw == self._raw or is_capturing():
+        if raw == self._raw:
             return
         stream = torch.cuda.current_stream(self.device)
+        if is_capturing():
+            for before in {self._stream, self._captured}:
+                if before is not None and before != stream and _captures(before):
+                    stream.wait_stream(before)
+            self._raw, self._captured = None, stream
+            return
         if self._stream is not None:
             stream.wait_stream(self._stream)
         self._raw, self._stream = raw, stream
+
+
+def _captures(stream: torch.cuda.Stream) -> bool:
+    """Whether the stream is in a capture that has not ended."""
+    with torch.cuda.stream(stream):
+        return is_capturing()
 
 
 # with a group goes what it has here
@@ -202,14 +219,14 @@ def _make(group: dist.ProcessGroup, device: torch.device, capacity: int) -> tupl
     if error is None:
         try:
             memory = _allocate(memory_bytes(group.size(), capacity), device)
-        except (ImportError, AttributeError, RuntimeError) as failure:
+        except Exception as failure:  # of any kind: peers wait for this rank's answer
             error = f"{type(failure).__name__}: {failure}"
     if (reason := _first(agree(group, error))) is not None:
         return None, reason
     assert memory is not None
     try:
         boxes = _map(group, device, memory, capacity)
-    except (AttributeError, TypeError, RuntimeError) as failure:
+    except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"
     reason = _first(agree(group, error))  # and none writes into a peer's memory before its counts are zero
     return (boxes, None) if reason is None else (None, reason)

@@ -328,6 +328,8 @@ def _agreeing(rank: int, broken: dict[int, str], requests: list[int], wish: str)
     def map_(group, device, memory, capacity):
         if broken.get(rank) == "map":
             raise RuntimeError("no peer access")
+        if broken.get(rank) == "map oddly":
+            raise OSError("no file descriptor")
         return peer_memory.Mailboxes(capacity, torch.zeros(8, dtype=torch.int64))
 
     for name, stand_in in (
@@ -373,6 +375,7 @@ def test_mailboxes_grow_and_serve_what_needs_less():
     {
         "allocate": "rank 1: RuntimeError: out of memory",
         "map": "rank 1: RuntimeError: no peer access",
+        "map oddly": "rank 1: OSError: no file descriptor",
         "reach": "rank 1: no NVLink",
         "host": "ranks are on several hosts",
     }.items(),
@@ -397,6 +400,44 @@ def test_a_capture_does_not_make_them(monkeypatch):
         peer_memory._Peers(CPU).more(group, 8)
     monkeypatch.setenv(VARIABLE, "0")
     assert peer_memory._Peers(CPU).more(group, 8) is None
+
+
+class _Stream:
+    def __init__(self, raw: int):
+        self.raw, self.waited = raw, []
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.waited.append(other)
+
+
+def test_calls_on_several_streams_follow_each_other(monkeypatch):
+    """Eager ones, and those of one capture; a capture does not wait for what is not in it."""
+    a, b, c = streams = [_Stream(raw) for raw in range(3)]
+    now, capturing = [a], set()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now[0].raw, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
+    monkeypatch.setattr(peer_memory, "is_capturing", lambda: now[0] in capturing)
+    monkeypatch.setattr(peer_memory, "_captures", lambda stream: stream in capturing)
+    peers = peer_memory._Peers(CPU)
+
+    def waits(*calls: _Stream) -> list[list[_Stream]]:
+        found = []
+        for stream in calls:
+            now[0] = stream
+            peers.in_order()
+            found.append(stream.waited[:])
+            stream.waited.clear()
+        return found
+
+    assert waits(a, a, b, b, a) == [[], [], [a], [], [b]]
+    capturing |= {b, c}
+    assert waits(b, b, c, b) == [[], [], [b], [c]]
+    capturing -= {b, c}
+    assert waits(a, b)[1] == [a]
+    capturing |= set(streams)
+    assert waits(b, c, b) == [[], [b], [c]]
+    capturing.clear()
+    assert waits(c)[0] == [b]
 
 
 def test_settings(monkeypatch):

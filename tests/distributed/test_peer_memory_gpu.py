@@ -193,6 +193,39 @@ def test_graphs_are_replayed_while_plans_alternate(size, backend, first, second)
     _run(_replayed, size, backend, first, second)
 
 
+def _forked(rank: int, size: int) -> str | None:
+    """Two calls on two streams of one capture follow each other, as eager ones do."""
+    group = dist.new_group(list(range(size)))
+    bounds = [_Bound(rank, size, group, _cases(size)[name], 8, 128) for name in ("one sequence", "several, zigzag")]
+    with _wishing("auto" if dist.get_backend() == "nccl" else "1"):
+        try:
+            for bound in bounds:
+                bound.check(bound.call())
+        except RuntimeError as error:
+            return _shared_or_skip(error)
+        graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            beside.wait_stream(torch.cuda.current_stream())
+            results = [bounds[0].call()]
+            with torch.cuda.stream(beside):
+                results += [bounds[1].call(), bounds[0].call()]
+            results.append(bounds[1].call())
+            torch.cuda.current_stream().wait_stream(beside)
+        for _ in range(REPLAYS):
+            for result in results:
+                result.output.fill_(float("nan"))
+            graph.replay()
+            for number, result in enumerate(results):
+                bounds[number % 2].check(result)
+    return None
+
+
+@on_groups
+def test_calls_on_two_streams_of_a_capture_follow_each_other(size, backend):
+    _run(_forked, size, backend)
+
+
 def _grown(rank: int, size: int) -> str | None:
     """A plan that needs more than there is comes after a capture: the graph goes on with what it has."""
     group = dist.new_group(list(range(size)))
