@@ -42,7 +42,7 @@ def lanes(text: str) -> int | None:
     """--lanes-per-rank; None: auto."""
     if text == "auto":
         return None
-    if not re.fullmatch(r"\d+", text, re.ASCII):
+    if not re.fullmatch(r"0*[1-9]\d*", text, re.ASCII):
         raise ValueError(f"--lanes-per-rank must be auto or a positive int, got {text!r}")
     return int(text)
 

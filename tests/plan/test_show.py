@@ -310,7 +310,7 @@ def test_lengths_from_a_file_explicit_ranges_and_three_head_counts(
         ("--seq-lens 5 --first-cp-chunk-len 64", ["--first-cp-chunk-len must be None where --cp-chunk-len is"]),
         ("--seq-lens 5 --lanes-by head", ["--lanes-by must", "'head'"]),
         ("--seq-lens 5 --lanes-per-rank many", ["--lanes-per-rank must be auto or a positive int, got 'many'"]),
-        ("--seq-lens 5 --lanes-per-rank 0", ["--lanes-per-rank must be a positive int", "0"]),
+        ("--seq-lens 5 --lanes-per-rank 0", ["--lanes-per-rank must be auto or a positive int, got '0'"]),
         ("--seq-lens 5 --fixup ring", ["--fixup must", "'ring'"]),
         ("--seq-lens 5 --fixup tree --require-reproducible", ["--fixup must not be 'tree'", "--require-reproducible"]),
         ("--seq-lens 9999999999999999999", ["--seq-lens must have at most"]),
