@@ -189,12 +189,19 @@ def _early_columns(rank_plan: RankPlan, items: list[int]) -> dict[str, list[int]
 
 
 def upload(columns: dict[str, list[int]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Columns as int64 tensors on `device`, by one pinned copy: a pageable one would make the host wait."""
+    """Columns as int64 tensors on `device`, by one pinned copy: a pageable one would make the host wait.
+
+    Raises RuntimeError while a CUDA graph is captured: its replays would copy what then lies in that pinned memory.
+    """
     # each starts at a multiple of 16 bytes, as allocations do: kernels are compiled for that
     sizes = [len(column) + len(column) % 2 for column in columns.values()]
     padded = [x for column in columns.values() for x in (*column, *[0] * (len(column) % 2))]
     flat = torch.tensor(padded, dtype=torch.int64, device="cpu")
     if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the plan's tables are not all on {device}: call gdncp.warmup, or run once, before a capture"
+            )
         flat = flat.pin_memory().to(device, non_blocking=True)
     parts = zip(columns.items(), flat.split(sizes), strict=True)
     return {name: part[: len(column)] for (name, column), part in parts}

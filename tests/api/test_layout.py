@@ -8,6 +8,7 @@ import torch
 
 import gdncp
 from gdncp import layout
+from gdncp.work import upload
 from tests.numeric import random_tokens
 
 HEADS = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 2, "head_dim": 32}
@@ -72,6 +73,13 @@ def test_what_graphs_read_is_kept_until_it_is_released(monkeypatch):
     layout.layout_of_plan(plan(640), 0, CPU)
     assert layout.layout_of_plan(plans[0], 0, CPU) is kept[0] and layout.layout_of_plan(plans[1], 0, CPU) is not kept[1]
     assert gdncp.release_captured() == 3 and len(layout._CACHE) == 1
+
+
+def test_no_table_is_copied_while_a_graph_is_captured(monkeypatch):
+    """A layout is kept for graphs; tables of fixups may have been dropped since."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"tables are not all on cuda:0: call gdncp\.warmup, or run once"):
+        upload({"rows": [1, 2]}, torch.device("cuda:0"))
 
 
 def test_all_of_a_layouts_memory_is_known():
