@@ -201,6 +201,8 @@ class _Peers:
 
 def _captures(stream: torch.cuda.Stream) -> bool:
     """Whether the stream is in a capture that has not ended."""
+    if not stream.cuda_stream:  # the default one, which never is, and must not be asked while another is
+        return False
     with torch.cuda.stream(stream):
         return is_capturing()
 

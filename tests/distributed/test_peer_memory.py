@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from types import SimpleNamespace
@@ -404,7 +405,8 @@ def test_a_capture_does_not_make_them(monkeypatch):
 
 class _Stream:
     def __init__(self, raw: int):
-        self.raw, self.waited = raw, []
+        self.raw = self.cuda_stream = raw
+        self.waited: list[_Stream] = []
 
     def wait_stream(self, other: _Stream) -> None:
         self.waited.append(other)
@@ -414,10 +416,18 @@ def test_calls_on_several_streams_follow_each_other(monkeypatch):
     """Eager ones, and those of one capture; a capture does not wait for what is not in it."""
     a, b, c = streams = [_Stream(raw) for raw in range(3)]
     now, capturing = [a], set()
+
+    @contextmanager
+    def on(stream: _Stream) -> Iterator[None]:
+        assert stream is not a, "the default stream cannot capture, and may not be asked meanwhile"
+        before, now[0] = now[0], stream
+        yield
+        now[0] = before
+
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now[0].raw, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
     monkeypatch.setattr(peer_memory, "is_capturing", lambda: now[0] in capturing)
-    monkeypatch.setattr(peer_memory, "_captures", lambda stream: stream in capturing)
+    monkeypatch.setattr(torch.cuda, "stream", on)
     peers = peer_memory._Peers(CPU)
 
     def waits(*calls: _Stream) -> list[list[_Stream]]:
@@ -434,7 +444,7 @@ def test_calls_on_several_streams_follow_each_other(monkeypatch):
     assert waits(b, b, c, b) == [[], [], [b], [c]]
     capturing -= {b, c}
     assert waits(a, b)[1] == [a]
-    capturing |= set(streams)
+    capturing |= set(streams[1:])
     assert waits(b, c, b) == [[], [b], [c]]
     capturing.clear()
     assert waits(c)[0] == [b]
