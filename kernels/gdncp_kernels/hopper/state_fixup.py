@@ -157,8 +157,10 @@ def fold_runs_kernel(
     run = gl.program_id(0) // (DIM // ROWS * H)
     steps = gl.load(num_steps + run).to(gl.int32)
     works = steps > 0
-    if peers is not None or spans is not None:
+    if peers is not None:
         works = steps >= 0
+    if spans is not None:  # a start with nothing to fold has its entry state, and what follows it is not its own
+        works = (steps > 0) | (gl.load(starts + run) <= 0)
     if works:
         stride = H.to(gl.int64) * (DIM * DIM)
         row = block * ROWS + gl.arange(0, ROWS, layout=ROW)
