@@ -131,3 +131,50 @@ def test_a_state_of_the_other_layout_is_refused(name):
         compat.chunk_gated_delta_rule(**batched, **{name: torch.zeros(B, H, 16, 32)})
     with pytest.raises(ValueError, match="output must be contiguous"):
         compat.chunk_gated_delta_rule(**batched, output=torch.zeros(B, T, 16, H).mT)
+
+
+@pytest.mark.parametrize("reflects", [False, True])
+def test_raw_gates_of_a_layer(reflects):
+    _, batched = batch()
+    gen = torch.Generator().manual_seed(3)
+    raw, logit = (torch.randn(B, T, H, generator=gen).to(DEVICE).bfloat16() for _ in range(2))
+    a_log, bias = torch.rand(H, generator=gen).to(DEVICE), torch.randn(H, generator=gen).to(DEVICE)
+    decay = -a_log.exp() * torch.log1p((raw.float() + bias).exp())
+    update = (2.0 if reflects else 1.0) / (1.0 + (-logit.float()).exp())
+    words = {**batched, "output_final_state": True, "state_v_first": True}
+    expected = compat.chunk_gated_delta_rule(**{**words, "g": decay, "beta": update})
+    got = compat.chunk_gated_delta_rule(
+        **{**words, "g": raw, "beta": logit},
+        use_gate_in_kernel=True,
+        A_log=a_log,
+        dt_bias=bias,
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=reflects,
+    )
+    for x, y in zip(got, expected, strict=True):
+        assert (x - y).norm() <= 1e-5 * y.norm()
+    without = compat.chunk_gated_delta_rule(**{**words, "g": raw}, use_gate_in_kernel=True, A_log=a_log)[0]
+    decay = -a_log.exp() * torch.log1p(raw.float().exp())
+    assert (without - compat.chunk_gated_delta_rule(**{**words, "g": decay})[0]).norm() <= 1e-5 * without.norm()
+
+
+def test_what_newer_callers_pass():
+    packed, _ = batch()
+    words = {name: x[None] for name, x in packed.items()} | {"cu_seqlens": cu([50, 90])}
+    output, _ = compat.chunk_gated_delta_rule(**words)
+    again, _ = compat.chunk_gated_delta_rule(**words, cu_seqlens_cpu=cu([50, 90]).cpu(), chunk_indices=cu([1]))
+    assert torch.equal(again, output)
+    a_log = torch.zeros(H, device=DEVICE)
+    for bad, message in (
+        ({"cu_seqlens_cpu": torch.tensor([0, 50, 141])}, "cu_seqlens_host"),
+        ({"cu_seqlens_cpu": [0, 50, 140], "cu_seqlens_host": [0, 50, 140]}, "give one of them"),
+        ({"state_v_first": True, "transpose_state_layout": True}, "give one of them"),
+        ({"cp_context": object()}, "cp_context must be None"),
+        ({"allow_neg_eigval": True}, "allow_neg_eigval must be False"),
+        ({"use_gate_in_kernel": True}, "A_log must be given"),
+        ({"use_gate_in_kernel": True, "A_log": a_log, "dt_bias": a_log[:1]}, "dt_bias must have shape"),
+        ({"use_gate_in_kernel": True, "A_log": a_log, "g": None}, "g must be given"),
+        ({"use_beta_sigmoid_in_kernel": True, "beta": None}, "beta must be given"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compat.chunk_gated_delta_rule(**{**words, **bad})

@@ -30,6 +30,7 @@ GROUPS = [*((size, "nccl") for size in (2, 4, 8) if size <= GPUS), *SHARED]
 on_groups = pytest.mark.parametrize("size, backend", GROUPS, ids=[f"{size}-{backend}" for size, backend in GROUPS])
 CHUNK = 128
 REPLAYS = 50
+BEFORE = os.environ.get(VARIABLE)
 
 
 @contextmanager
@@ -301,4 +302,4 @@ def test_who_waits_for_a_peer_that_stays_away_ends_at_the_groups_timeout(size, b
 
 
 def test_the_environment_is_as_it_was():
-    assert VARIABLE not in os.environ
+    assert os.environ.get(VARIABLE) == BEFORE

@@ -101,15 +101,15 @@ class Whole:
 
     def _prepare(self, call: Call) -> None:
         """What comes before each exchange, and what comes behind the last."""
-        parts = [self._before(call)]
+        parts, exchanges = [self._before(call)], []
         for runs, messages in self._rounds(call):
             if runs is not None:
                 parts[-1] += self._fold(runs[0], exits=runs[1])
             if messages is not None:
                 parts.append([])
-                self._exchanges.append(messages)
+                exchanges.append(messages)
         parts[-1] += self._behind(call)
-        self._parts = [_launches(call, _CHANGING, part) for part in parts]
+        self._parts, self._exchanges = [_launches(call, _CHANGING, part) for part in parts], exchanges
 
     def _prepare_by_mail(self, call: Call) -> Launches:
         """All of it: what ranks hand on, they hand on inside their launches."""

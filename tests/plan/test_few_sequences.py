@@ -1,16 +1,13 @@
-"""Planning a few sequences is quick, and predicts no worse plans than before it was made so."""
+"""Planning a few sequences predicts no worse plans than before it was made quick; how quick: `bench/plan_time.py`."""
 
 from __future__ import annotations
 
-import gc
 import random
-import time
 
 import pytest
 
 from gdncp.plan import plan_prefill
 from gdncp.plan.cost import total_seconds
-from gdncp.plan.stage_model import kinds_of_run, model_of
 
 LAYER = {"num_q_heads": 16, "num_k_heads": 16, "num_v_heads": 32, "profile": "h200"}
 # sequences, ranks, tokens a sequence, whether lengths differ, ownership -> what commit 6ec14a4 chose: tokens of a
@@ -80,7 +77,6 @@ BEFORE = {
     (32, 64, 131072, True, "contiguous"): (10240, 10240, False, 1),
     (32, 64, 131072, True, "zigzag"): (6528, 6528, False, 1),
 }
-SLOWEST = 0.2  # seconds: three times what the slowest take on a busy machine
 
 
 def batch(number: int, tokens: int, differ: bool) -> list[int]:
@@ -91,19 +87,10 @@ def batch(number: int, tokens: int, differ: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("case", BEFORE)
-def test_plans_are_as_good_as_before_and_come_soon(case: tuple[int, int, int, bool, str]) -> None:
+def test_plans_are_as_good_as_before(case: tuple[int, int, int, bool, str]) -> None:
     number, world_size, tokens, differ, ownership = case
     lengths = batch(number, tokens, differ)
-    kinds_of_run.cache_clear()
-    model_of.cache_clear()
-    gc.disable()  # what other tests left on the heap is no part of it
-    try:
-        start = time.process_time()
-        plan = plan_prefill(lengths, world_size=world_size, ownership=ownership, **LAYER)
-        taken = time.process_time() - start
-    finally:
-        gc.enable()
-    assert taken < SLOWEST
+    plan = plan_prefill(lengths, world_size=world_size, ownership=ownership, **LAYER)
     first, length, opens, span = BEFORE[case]
     grid = {"first_cp_chunk_len": first, "cp_chunk_len": length, "opens": opens, "fold_span": span}
     before = plan_prefill(lengths, world_size=world_size, ownership=ownership, **grid, **LAYER)
