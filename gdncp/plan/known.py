@@ -20,7 +20,7 @@ def known(plan: Callable[P, R], most: int = MOST) -> Callable[P, R]:
     Lengths are compared, not hashed, which is quicker, with those of the last few calls that look alike.  What cannot
     be a key (explicit ownership in lists) and what a file says is planned anew.
     """
-    plans: OrderedDict[Hashable, list[tuple[Any, bool, R]]] = OrderedDict()
+    plans: OrderedDict[Hashable, list[tuple[Any, Any, bool, R]]] = OrderedDict()
 
     @wraps(plan)
     def remembered(*args: P.args, **words: P.kwargs) -> R:
@@ -32,13 +32,14 @@ def known(plan: Callable[P, R], most: int = MOST) -> Callable[P, R]:
             alike = plans.get(key)
         except TypeError:  # not hashable
             return plan(*args, **words)
-        for same, plain, result in alike or ():
-            if same is lengths or (same == lengths and _same_types(same, lengths, plain)):
+        for given, same, plain, result in alike or ():
+            if same is lengths or (same == lengths and (given is lengths or _same_types(same, lengths, plain))):
                 return result
         result = plan(*args, **words)
         alike = plans.setdefault(key, [])
         plain = all(type(n) is int and n > 1 for n in lengths)
-        alike.append((lengths.copy() if type(lengths) is list else lengths, plain, result))  # a list may change
+        # a list may change; one that comes again, and is equal, has had its types looked at
+        alike.append((lengths, lengths.copy() if type(lengths) is list else lengths, plain, result))
         del alike[:-_ALIKE]
         plans.move_to_end(key)
         if len(plans) > most:
