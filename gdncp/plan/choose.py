@@ -55,24 +55,23 @@ def _cheapest(seconds: Mapping[str, float], require_reproducible: bool) -> str:
     return "tree" if not require_reproducible and seconds["tree"] < _CLEARLY * seconds[in_order] else in_order
 
 
-def choose_plan(usual: PrefillPlan, other: PrefillPlan, gates: Sequence[Sequence[float] | None]) -> PrefillPlan:
-    """The plan that is least behind the better of the two, whichever of these half-lives the heads have."""
+def choose_plan(
+    usual: PrefillPlan, other: PrefillPlan, gates: Sequence[Sequence[float] | None], gain: float = _GAIN
+) -> PrefillPlan:
+    """The plan that is least behind the better of the two, whichever of these half-lives the heads have.
+
+    gain: what the other one has to gain.
+    """
     seconds = [[cost.total_seconds(plan, half_lives) for half_lives in gates] for plan in (usual, other)]
     behind, other_behind = (max(own / min(both) for own, *both in zip(mine, *seconds, strict=True)) for mine in seconds)
-    return other if other_behind < (1 - _GAIN) * behind else usual
+    return other if other_behind < (1 - gain) * behind else usual
 
 
-def choose_span(
-    flat: PrefillPlan, with_span: Callable[[int], PrefillPlan], gates: Sequence[Sequence[float] | None]
-) -> PrefillPlan:
-    """The plan with composed maps, of as many CP chunks as it gains most by; or without."""
-    best, span = flat, 2
-    while span <= flat.pieces.num_items.max():
-        found = choose_plan(best, with_span(span), gates)
-        if found is best and best is not flat:  # longer ones gain less and less
-            break
-        best, span = found, 2 * span
-    return best
+def local_seconds(model: StageModel, depth: int, num_maps: int, spans: bool = True) -> list[float]:
+    """Of maps that a rank folds by itself; `spans`: also with composed maps of 2, 4, 8 ... CP chunks."""
+    folded = (model.profile, depth, num_maps, model.num_heads, model.head_dim)
+    most = depth.bit_length() if spans else 1
+    return [cost.local_seconds(*folded, 1 << i) for i in range(max(most, 1))]
 
 
 def crossing_seconds(
@@ -295,7 +294,7 @@ class _Search:
         self.world_size = world_size
         self.ownership = ownership
         self.crossing = crossing_seconds(model.profile, fixup, require_reproducible, spans)
-        self.model = model
+        self.model, self.spans = model, spans
         self.longest = max(seq_lens)
         self.share = self.seq_starts[-1] / world_size  # tokens of a rank
         self.groups = _groups(seq_lens)
@@ -379,7 +378,7 @@ class _Search:
                 handed_on += straddle * hops_here
             else:
                 local += count * maps
-        fold = cost.fold_seconds(model.profile, depth, math.ceil(local * fullest), model.num_heads, model.head_dim)
+        fold = min(local_seconds(model, depth, math.ceil(local * fullest), self.spans and not hops))
         if not hops:
             return fold
         load = cost.FixupLoad(
@@ -391,6 +390,8 @@ class _Search:
             states_per_rank=math.ceil(handed_on / self.world_size),
             num_heads=model.num_heads,
             head_dim=model.head_dim,
+            # of many sequences cut in a few parts each some rank hands on more states than that, maybe too many
+            by_mail=not zigzag or len(self.seq_starts) == 2,
         )
         return fold + self.crossing(load)
 

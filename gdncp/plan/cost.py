@@ -38,6 +38,7 @@ class FixupLoad(NamedTuple):
     head_dim: int
     fold_span: int = 1  # where it is more, maps and depth above are of spans
     cp_chunks_per_rank: int = 0  # and so many of these are in the spans of the rank that has most
+    by_mail: bool = True  # a chain may hand states on inside its folds, where the machine lets it, see `mail_seconds`
 
     @property
     def state_bytes(self) -> int:
@@ -46,6 +47,12 @@ class FixupLoad(NamedTuple):
     @property
     def map_bytes(self) -> int:
         return 2 * self.state_bytes  # (M, N) with K = V
+
+
+def load_of(plan: PrefillPlan) -> FixupLoad:
+    """By mail as `gdncp.collectives.peer_memory` lets plans."""
+    load = fixup_load(plan.pieces, plan.world_size, plan.num_state_heads, plan.head_dim, plan.fold_span)
+    return load._replace(by_mail=plan.finish == "entry_first" and len(plan.head_groups) == 1)
 
 
 def fixup_load(pieces: Segments, world_size: int, num_heads: int, head_dim: int, fold_span: int = 1) -> FixupLoad:
@@ -98,20 +105,68 @@ def span_launches(profile: CostProfile) -> int:
     return 1 if profile.folds_runs else 4
 
 
+def local_seconds(
+    profile: CostProfile, depth: int, num_maps: float, num_heads: float, head_dim: int, fold_span: int
+) -> float:
+    """`fold_seconds` of what a rank folds by itself, with composed maps of so many CP chunks; 1: without."""
+    if fold_span == 1 or depth < fold_span:
+        return fold_seconds(profile, depth, num_maps, num_heads, head_dim)
+    along = fold_seconds(profile, depth // fold_span, num_maps / fold_span, num_heads, head_dim)
+    return along + spans_seconds(profile, fold_span, num_maps, num_heads, head_dim)
+
+
+def span_start(profile: CostProfile, num_runs: float, num_heads: float, head_dim: int) -> float:
+    """What a launch of the two takes beside its folds; a program takes 32 rows of V.
+
+    On an H200 calls with 16 and 33 maps at 8 and 4 heads take 10 us less to 21 us more with spans of 2 to 8 CP chunks
+    (`bench/fold_spans.py`); this comes within 9 us.
+    """
+    waves = math.ceil(num_runs * num_heads * head_dim / 32 / profile.workers)
+    return profile.launch_s / 2 + waves * profile.fold_launch_s
+
+
+def spans_seconds(profile: CostProfile, fold_span: int, num_maps: float, num_heads: float, head_dim: int) -> float:
+    """Composing maps, which costs two folds each, and in the end folding inside spans; of all spans side by side.
+
+    Two launches, where one takes whole runs, in more than one wave of programs that each start anew; else local states
+    and transitions are composed one after the other, and entry states are copied in the end.
+    """
+    depth = fold_span - 1
+    folded = num_maps * depth / fold_span  # of each span all but the first
+
+    def fold(steps: int, times: int) -> float:
+        return fold_seconds(profile, span_launches(profile) * steps, times * folded, num_heads, head_dim)
+
+    if profile.folds_runs:
+        starts = sum(span_start(profile, n * num_maps / fold_span, num_heads, head_dim) for n in (2, 1))
+        return starts + fold(depth, 2) + fold(depth, 1)
+    copied = copy_seconds(profile, num_maps / fold_span, num_heads, head_dim, launches=2)
+    return fold(2 * depth, 2) + fold(depth, 1) + copied
+
+
+MOST_MAIL_BYTES, _PLACES_BYTES = 1 << 28, 16 + 2 * 8192  # as `gdncp.collectives.peer_memory` has them, a channel
+
+
+def mail_seconds(profile: CostProfile, load: FixupLoad) -> float | None:
+    """What a hop takes by mail, one state at a time; None: states go by messages."""
+    if not (profile.mail_s and profile.folds_runs and load.by_mail and load.world_size <= profile.ranks_per_node):
+        return None
+    channels = max(load.states_per_rank * load.num_heads * (load.head_dim // 16), 1)
+    if load.world_size * (1 << (channels - 1).bit_length()) * _PLACES_BYTES > MOST_MAIL_BYTES:
+        return None
+    return profile.mail_s + load.state_bytes / profile.bytes_per_s
+
+
 def fixup_seconds(profile: CostProfile, load: FixupLoad) -> dict[str, float]:
     """Strategy -> seconds from when all ranks have their maps until the last one has its entry states.
 
     The same rounds as the program's, with the slowest rank's work in each: `gdncp.simulate` has them rank by rank.
     """
     strategies = {"chain": _chain, "all_gather": _all_gather, "head_sharded": _head_sharded, "tree": _tree}
-    # spans: maps are composed, each two folds after each other, and in the end folded one by one again
     inside = 0.0
     if load.fold_span > 1:
-        depth, count = min(load.fold_span, load.cp_chunks_per_rank) - 1, load.cp_chunks_per_rank
-        steps = span_launches(profile) * depth
-        inside = sum(_fold(profile, load, times * steps, times * count) for times in (2, 1))
-        # transitions beside zeros; the states of spans to those of CP chunks
-        inside += _copy(profile, load, count, launches=2) + _copy(profile, load, count / load.fold_span, launches=2)
+        span = min(load.fold_span, load.cp_chunks_per_rank)
+        inside = spans_seconds(profile, span, load.cp_chunks_per_rank, load.num_heads, load.head_dim)
     return {name: seconds(profile, load) + inside for name, seconds in strategies.items()}
 
 
@@ -139,7 +194,10 @@ def _message(profile: CostProfile, size: float, *, far: bool) -> float:
 
 
 def _chain(profile: CostProfile, load: FixupLoad) -> float:
-    """The first block of rows goes all the way, the others follow a round behind; a first CP chunk is not folded."""
+    """The first block of rows goes all the way, the others follow a round behind; a first CP chunk is not folded.
+
+    By mail all launches are there before their states arrive, and nothing starts a collective.
+    """
     blocks = 1
     if not profile.folds_runs:
         rows = 16 * max(1, math.ceil(load.head_dim * (1 << 20) / (16 * load.state_bytes)))  # a block of a MiB at least
@@ -147,6 +205,11 @@ def _chain(profile: CostProfile, load: FixupLoad) -> float:
     # of several states that a rank hands on, those of one sequence follow each other
     together = min(load.states_per_rank, max(round(load.states_per_rank * load.world_size / load.num_hops), 1))
     block, heads = load.state_bytes / blocks * together, load.num_heads / blocks
+    if (mail := mail_seconds(profile, load)) is not None:
+        hop = mail + (block - load.state_bytes) / profile.bytes_per_s
+        maps = max(load.depth - 1, load.maps_per_rank) if load.depth > 1 else 0
+        folds = _fold(profile, load, load.depth - 1, maps)
+        return profile.launch_s + load.num_hops * hop + folds
     far_hops = load.num_hops // profile.ranks_per_node if load.world_size > profile.ranks_per_node else 0
     near, far = (_message(profile, block, far=is_far) for is_far in (False, True))
     hops = (load.num_hops - far_hops) * near + far_hops * far
@@ -214,6 +277,17 @@ def _tree(profile: CostProfile, load: FixupLoad) -> float:
 
 
 # ---- the whole plan
+
+
+def flat_seconds(plan: PrefillPlan) -> float:
+    """What stage 3 would take on the plan's grid if no maps were composed."""
+    if plan.crosses_ranks:
+        load = fixup_load(plan.pieces, plan.world_size, plan.num_state_heads, plan.head_dim)
+        return fixup_seconds(plan.profile, load._replace(by_mail=load_of(plan).by_mail))[plan.fixup]
+    return max(
+        fold_seconds(plan.profile, max(w.local, default=0), sum(w.local), plan.num_state_heads, plan.head_dim)
+        for w in plan.rank_work
+    )
 
 
 def fixup_bytes(plan: PrefillPlan) -> tuple[int, ...]:
@@ -315,10 +389,11 @@ def predict(plan: PrefillPlan, model: StageModel) -> dict[str, tuple[float, ...]
     profile, heads, works = plan.profile, plan.num_state_heads, plan.rank_work
     crossing = plan.fixup_seconds[plan.fixup] if plan.crosses_ranks else 0.0
     beside = plan.finish == "entry_late"
+    span = 1 if plan.crosses_ranks else plan.fold_span  # an exchange composes maps already
     ranks = [
         (
             model.seconds(work.kinds),
-            fold_seconds(profile, max(work.local, default=0), sum(work.local), heads, plan.head_dim),
+            local_seconds(profile, max(work.local, default=0), sum(work.local), heads, plan.head_dim, span),
         )
         for work in works
     ]

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from gdncp.plan import cost
+
 if TYPE_CHECKING:
     from gdncp.plan.prefill_plan import PrefillPlan
 
@@ -81,14 +83,19 @@ def _crossing(plan: PrefillPlan) -> str:
 def _fixup(plan: PrefillPlan) -> str:
     if not plan.crosses_ranks:
         asked = "" if plan.fixup_requested == "auto" else f" ({plan.fixup_requested} was asked for)"
-        return f"{plan.fixup}: each rank folds its own{asked}"
+        spans = f", {_spans(plan)}" if plan.fold_span > 1 else ""
+        return f"{plan.fixup}: each rank folds its own{spans}{asked}"
     seconds = sorted(plan.fixup_seconds.items(), key=lambda pair: pair[1])
     guesses = ", ".join(f"{strategy} {_seconds(value)}" for strategy, value in seconds)
     why = "as asked" if plan.fixup_requested != "auto" else "the cheapest"
     if plan.fixup_requested == "auto" and (plan.require_reproducible or plan.fixup != seconds[0][0]):
         why = "the cheapest that is reproducible"
-    spans = f" over spans of {plan.fold_span} CP chunks" if plan.fold_span > 1 else ""
+    spans = f" {_spans(plan)}" if plan.fold_span > 1 else ""
     return f"{plan.fixup}{spans}, {why} ({guesses}); {_bytes(sum(plan.fixup_bytes))} sent in all"
+
+
+def _spans(plan: PrefillPlan) -> str:
+    return f"over spans of {plan.fold_span} CP chunks (predicted one by one: {_seconds(cost.flat_seconds(plan))})"
 
 
 def _finish(plan: PrefillPlan) -> str:
@@ -121,7 +128,8 @@ def _forgetting(plan: PrefillPlan) -> str:
 
 def _bits(plan: PrefillPlan) -> str:
     if plan.reproducible:
-        return "reproducible: the same for any world size, ownership on the grid, lanes and order-preserving fixup"
+        grid = "the grid" if plan.fold_span == 1 else "the grid of spans"
+        return f"reproducible: the same for any world size, ownership on {grid}, lanes and order-preserving fixup"
     reasons = []
     if plan.off_grid_cuts:
         cuts = ", ".join(f"{token:,}" for token in plan.off_grid_cuts[:4])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
-from gdncp.plan import checks, choose, cost, layout
+from gdncp.plan import checks, choose, compose, cost, layout
 from gdncp.plan.balance import Balance
 from gdncp.plan.columns import Runs, Segments, contiguous_runs, explicit_runs, zigzag_runs
 from gdncp.plan.known import known
@@ -66,7 +67,8 @@ def plan_prefill(
             where it is so by a tenth. Where no sequence crosses ranks it is "local".
         fold_span: the maps of so many CP chunks, counted from a sequence's start, are composed to one before a fixup
             folds along the sequence, and ownership is cut there. It decides about the bits of states, as a function of
-            the grid alone. 1: none are. None: 1, or what is faster where the CP chunk length is chosen.
+            the grid alone. 1: none are. None: 1, or what is faster by 2 % where the CP chunk length is chosen and need
+            not be reproducible; like that it may then depend on the world size.
         finish: whether stage 4 waits for the exchange as a whole: "entry_first"; or, "entry_late", only where an entry
             state depends on it, head by head, while the rest runs beside it.  Same bits where states are finite: one
             that is not makes NaN of every state after it under "entry_first" (0 · ∞ is NaN), and under "entry_late" not
@@ -148,6 +150,7 @@ def plan_prefill(
             resolved = "local"
         elif fixup == "auto":
             load = cost.fixup_load(pieces, world_size, max(heads), head_dim, fold_span)
+            load = load._replace(by_mail=lanes == 1 or lanes_by != "heads")
             resolved = choose.choose_fixup(load, profile, require_reproducible)
         else:
             resolved = fixup
@@ -180,10 +183,16 @@ def plan_prefill(
             pieces=pieces,
         )
 
+    def with_late(plan: PrefillPlan) -> PrefillPlan:
+        late = replace(plan, finish="entry_late")
+        if fixup != "auto" or not plan.crosses_ranks:
+            return late
+        return replace(late, fixup=choose.choose_fixup(cost.load_of(late), profile, require_reproducible))
+
     def finished(plan: PrefillPlan) -> PrefillPlan:
         if finish == "entry_first" or not plan.crosses_ranks:
             return plan
-        late = replace(plan, finish="entry_late")
+        late = with_late(plan)
         if finish == "entry_late":
             return late
         # of many sequences a rank few are in the exchange; and on one worker nothing runs beside it
@@ -195,7 +204,7 @@ def plan_prefill(
             for length in choose.finer(late):  # less waits for the exchange
                 late = on_grid(layout.Grid(length, length), None, plan.opens)
                 if choose.leaves_workers(late):
-                    plan = choose.choose_plan(plan, replace(late, finish="entry_late"), gates)
+                    plan = choose.choose_plan(plan, with_late(late), gates)
         return plan
 
     def with_lanes(plan: PrefillPlan) -> PrefillPlan:
@@ -220,22 +229,26 @@ def plan_prefill(
 
     if not any(lengths):
         return with_lanes(finished(on_grid(layout.Grid(checks.CHUNK, checks.CHUNK), None, opens is not False)))
-    search = choose.GridSearch(
-        lengths,
-        world_size,
-        ownership,
-        model(True, head_half_lives),
-        lanes_per_rank=lanes if lanes_by == "cp_chunks" else 1,
-        fixup=fixup,
-        require_reproducible=require_reproducible,
-        spans=is_free and fold_span is None,
-    )
+
+    @cache
+    def search(spans: bool) -> choose.GridSearch:
+        return choose.GridSearch(
+            lengths,
+            world_size,
+            ownership,
+            model(True, head_half_lives),
+            lanes_per_rank=lanes if lanes_by == "cp_chunks" else 1,
+            fixup=fixup,
+            require_reproducible=require_reproducible,
+            spans=spans,
+        )
 
     def chosen(opens: bool) -> PrefillPlan:
-        grid = search.best([model(opens, half_lives) for half_lives in gates])
-        plan = on_grid(grid, None, opens)
-        if is_free and fold_span is None and plan.crosses_ranks and len(plan.pieces) <= _MOST_COMPARED:
-            plan = choose.choose_span(plan, lambda span: on_grid(grid, None, opens, span), gates)
+        models = [model(opens, half_lives) for half_lives in gates]
+        plan = on_grid(search(False).best(models), None, opens)
+        if is_free and fold_span is None and len(plan.pieces) <= _MOST_COMPARED and compose.may_compose(plan):
+            grid = search(True).best(models)
+            plan = compose.choose_span(plan, lambda span: on_grid(grid, None, opens, span), gates)
         return plan
 
     if opens is not None:

@@ -247,7 +247,7 @@ class PrefillPlan:
     @cached_property
     def fixup_seconds(self) -> Mapping[str, float]:
         """Fixup strategy -> predicted seconds; empty where nothing crosses ranks."""
-        load = cost.fixup_load(self.pieces, self.world_size, self.num_state_heads, self.head_dim, self.fold_span)
+        load = cost.load_of(self)
         return cost.fixup_seconds(self.profile, load) if load.num_hops else {}
 
     @cached_property

@@ -45,6 +45,9 @@ class CostProfile:
     node_message_s: float  # one message between nodes
     node_peer_s: float  # one more peer of an all-to-all between nodes
     node_bytes_per_s: float  # of one rank, between nodes
+    # handing a state on inside a fold to another rank of the node (`gdncp.collectives.peer_memory`), its bytes apart;
+    # 0: chains exchange messages
+    mail_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:
@@ -84,7 +87,8 @@ def read_profile(path: Path) -> CostProfile:
     if not (isinstance(name, str) and isinstance(costs, dict)):
         raise ValueError(f'profile {path} must be JSON as {{"name": "...", "costs": {{...}}}}')
     known = {field.name for field in fields(CostProfile)} - {"name"}
-    for words, what in ((known - costs.keys(), "has no"), (costs.keys() - known, "has an unknown")):
+    needed = known - {"mail_s"}
+    for words, what in ((needed - costs.keys(), "has no"), (costs.keys() - known, "has an unknown")):
         if words:
             raise ValueError(f"profile {path} {what} {', '.join(sorted(words))}")
     return CostProfile(name, **costs)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-from gdncp.collectives.chain import MIN_BLOCK_BYTES, row_blocks
+from gdncp.collectives.chain import MIN_BLOCK_BYTES, mail_links, row_blocks
 from gdncp.collectives.folding import MAX_BATCH
 from gdncp.collectives.schedule import (
     Link,
@@ -26,7 +26,7 @@ from gdncp.collectives.schedule import (
 )
 from gdncp.collectives.spans import Span, spans_of
 from gdncp.plan import PrefillPlan
-from gdncp.plan.cost import copy_seconds, fold_seconds, span_launches
+from gdncp.plan.cost import copy_seconds, fold_seconds, load_of, mail_seconds, span_launches, span_start
 from gdncp.plan.overlap import EXCHANGE_WORKERS
 from gdncp.plan.profiles import CostProfile
 from gdncp.plan.stage_model import Units
@@ -125,20 +125,30 @@ class Rank:
         return self.machine.gpus[self.rank].launch(units, self._priority)
 
     def compose(self) -> Process:
-        """Maps of spans: local states, then transitions."""
+        """Maps of spans: local states, then transitions, or both in one launch."""
         spans = [span for span in spans_of(self.plan, self.rank) if span.row >= 0]
-        copies = span_launches(self.machine.profile)
-        yield self.fold([range(span.num_items - 1) for span in spans], copies=copies)
-        later = [range(span.num_items - 1) for span in spans if not span.starts]
-        if any(later):
-            yield self.copy(self.plan.rank_plan(self.rank).num_maps, launches=2)
-        yield self.fold(later, copies=copies)
+        profile, copies = self.machine.profile, span_launches(self.machine.profile)
+        local_states = [range(span.num_items - 1) for span in spans]
+        transitions = [range(span.num_items - 1) for span in spans if not span.starts]
+        if profile.folds_runs:
+            yield self._span_start([*local_states, *transitions])
+            yield self.fold([*local_states, *transitions])
+        else:
+            yield self.fold(local_states, copies=copies)
+            yield self.fold(transitions, copies=copies)
 
     def fold_in_spans(self, spans: Iterable[Span], entered: int) -> Process:
         """entered: how many of their entry states have to be copied there."""
         runs = [range(int(span.starts), span.num_items - 1) for span in spans]
-        yield self.copy(entered / 2, launches=2)
+        if self.machine.profile.folds_runs:
+            yield self._span_start(runs)
+        else:
+            yield self.copy(entered / 2, launches=2)
         yield self.fold(runs, copies=span_launches(self.machine.profile))
+
+    def _span_start(self, runs: Sequence[range]) -> Event:
+        seconds = span_start(self.machine.profile, len(runs), self.num_heads, self.plan.head_dim) if runs else 0.0
+        return self.machine.engine.after(seconds)
 
     def starting(self) -> Iterable[Link]:
         return (link for link in links_to_fill(self.plan, self.rank) if link.starts)
@@ -187,6 +197,8 @@ def state_fixup(at: Rank) -> Process:
 
 
 def local(at: Rank) -> Process:
+    if at.plan.fold_span > 1 and not at.plan.crosses_ranks:
+        yield from at.compose()
     yield at.fold_inside(own_links(at.plan, at.rank))
     if at.plan.fold_span > 1:
         spans = spans_of(at.plan, at.rank)
@@ -195,6 +207,9 @@ def local(at: Rank) -> Process:
 
 def chain(at: Rank) -> Process:
     plan, rank, machine = at.plan, at.rank, at.machine
+    if mail_seconds(machine.profile, load_of(plan)) is not None:
+        yield from _by_mail(at)
+        return
     dim, heads = plan.head_dim, at.num_heads
     rows = [dim]
     if not machine.profile.folds_runs:
@@ -214,6 +229,19 @@ def chain(at: Rank) -> Process:
         yield from at.exchange(sends, landing)
     yield from at.leave()
     yield at.fold_inside(link for link in links_to_fill(plan, rank) if link.next_rank is None)
+
+
+def _by_mail(at: Rank) -> Process:
+    """A launch takes its states as they arrive, and hands on what it folds."""
+    yield at.machine.engine.after(at.machine.profile.launch_s)
+    for links in mail_links(at.plan, at.rank):
+        for link in links:
+            if not link.starts:
+                yield at.machine.arrivals[link.sequence, link.depth]
+        yield at.fold(map(folded, links))
+        for link in links:
+            if link.next_rank is not None:
+                at.machine.mail(at.rank, link.next_rank, at.state_bytes, link.sequence, link.depth + 1)
 
 
 @lru_cache(8)

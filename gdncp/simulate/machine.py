@@ -31,7 +31,9 @@ def with_topology(
     if gpus_per_node is not None:
         profile = replace(profile, ranks_per_node=gpus_per_node)
     if link is not None:
-        profile = replace(profile, message_s=link.message_s, bytes_per_s=link.bytes_per_s)
+        # memory is mapped over NVLink, at the speed of the link
+        mail = profile.mail_s if link in (LINKS["nvlink4"], LINKS["nvlink5"]) else 0.0
+        profile = replace(profile, message_s=link.message_s, bytes_per_s=link.bytes_per_s, mail_s=mail)
     if node_link is not None:
         profile = replace(profile, node_message_s=node_link.message_s, node_bytes_per_s=node_link.bytes_per_s)
     return profile
@@ -67,6 +69,7 @@ class Machine:
         self._far = [_Port(self.engine) for _ in range(world_size)]
         self._posted: dict[tuple[int, int], deque[tuple[bool, int, Event]]] = defaultdict(deque)
         self._meetings: dict[str, _Meeting] = defaultdict(_Meeting)
+        self.arrivals: dict[tuple[int, int], Event] = defaultdict(Event)  # of states by mail: sequence, depth
         self.bytes_sent = [0] * world_size
         self.bytes_received = [0] * world_size
         self.messages_sent = [0] * world_size
@@ -105,6 +108,15 @@ class Machine:
         # each end at its own pace: what waits at one port keeps nothing from another
         stop = max(port.serve(size / rate) for port in (ports[source].out, ports[target].into))
         return self.engine.at(stop + latency, event)
+
+    def mail(self, source: int, target: int, size: int, sequence: int, depth: int) -> None:
+        """A state left for the link at `depth`, which waits for it in `arrivals`."""
+        stop = self.engine.now
+        if source != target:
+            self.count(source, 1, size, 0)
+            self.count(target, 0, 0, size)
+            stop = self._near[source].out.serve(size / self.profile.bytes_per_s)
+        self.engine.at(stop + self.profile.mail_s, self.arrivals[sequence, depth])
 
     def count(self, rank: int, messages: int, sent: int, received: int) -> None:
         self.messages_sent[rank] += messages

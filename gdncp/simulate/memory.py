@@ -32,8 +32,6 @@ def fixup_bytes(plan: PrefillPlan, rank: int) -> int:
     if plan.fold_span > 1:
         spans = spans_of(plan, rank)
         inside += len(spans) + 2 * sum(span.row >= 0 for span in spans)
-        if any(span.row >= 0 and not span.starts for span in spans):  # to compose transitions: those, and zeros
-            inside += 2 * plan.rank_plan(rank).num_maps
     if plan.finish == "entry_late":
         inside += num_stand_ins(plan.rank_plan(rank)) + (len(spans_of(plan, rank)) if plan.fold_span > 1 else 0)
     return inside * state + (_exchange_bytes(plan, rank) if plan.crosses_ranks else 0)

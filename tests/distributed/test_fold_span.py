@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import gdncp
+from gdncp.plan.choose import typical_half_lives
+from gdncp.plan.cost import total_seconds
 from tests.conftest import SAME_BITS_TARGETS
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_same_bits import (
@@ -106,3 +108,17 @@ def test_the_planner_composes_where_that_gains():
     assert plan.fold_span > 1 == flat.fold_span
     assert plan.fixup_seconds["chain"] < flat.fixup_seconds["chain"]
     assert gdncp.plan_prefill([1 << 17], world_size=8, require_reproducible=True, **layer).fold_span == 1
+
+
+def test_so_it_does_on_one_rank_and_nowhere_in_vain():
+    for seq_lens, heads, composes in (([1 << 17], 2, True), ([1 << 17], 32, False), ([1 << 15], 8, False)):
+        layer = {"num_q_heads": heads, "num_k_heads": heads, "num_v_heads": heads, "profile": "h200"}
+        plan, flat = (gdncp.plan_prefill(seq_lens, fold_span=n, **layer) for n in (None, 1))
+        assert (plan.fold_span > 1) == composes and plan.fixup == "local"
+        for half_lives in (None, typical_half_lives(heads)):
+            seconds, without = (total_seconds(p, half_lives) for p in (plan, flat))
+            assert seconds < 0.98 * without if composes else plan == flat
+        assert (
+            f"over spans of {plan.fold_span} CP chunks (predicted one by one: " in " ".join(plan.explain().split())
+        ) == composes
+        assert gdncp.plan_prefill(seq_lens, cp_chunk_len=2048, **layer).fold_span == 1  # bits depend on what is given

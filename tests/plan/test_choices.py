@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gdncp.collectives import peer_memory
 from gdncp.plan import PROFILES, PrefillPlan, cost, plan_prefill
 from gdncp.plan.choose import choose_fixup, typical_half_lives
 from gdncp.plan.cost import FixupLoad, fixup_seconds, total_seconds
@@ -32,16 +34,46 @@ def one_map_a_rank(world_size: int) -> FixupLoad:
 
 @pytest.mark.parametrize("world_size", TABLE)
 def test_fixup_times_are_those_of_the_docs(world_size: int) -> None:
-    seconds = fixup_seconds(H200, one_map_a_rank(world_size))
+    seconds = fixup_seconds(H200, one_map_a_rank(world_size)._replace(by_mail=False))
     for strategy, microseconds in TABLE[world_size].items():
         assert seconds[strategy] == pytest.approx(microseconds * 1e-6, rel=0.03), strategy
+
+
+@pytest.mark.parametrize("world_size, microseconds", [(2, 11), (8, 76)])
+def test_a_chain_by_mail_is_hops_and_folds(world_size: int, microseconds: float) -> None:
+    load = one_map_a_rank(world_size)
+    assert fixup_seconds(H200, load)["chain"] == pytest.approx(microseconds * 1e-6, rel=0.03)
+    by_messages = fixup_seconds(H200, load._replace(by_mail=False))["chain"]
+    assert cost.mail_seconds(H200, load._replace(by_mail=False)) is None
+    for profile in ({"mail_s": 0.0}, {"folds_runs": False}, {"ranks_per_node": 1}):
+        assert cost.mail_seconds(replace(H200, **profile), load) is None
+    assert fixup_seconds(replace(H200, mail_s=0.0), load)["chain"] == by_messages
+
+
+def test_states_go_by_mail_where_the_program_lets_them() -> None:
+    assert cost.MOST_MAIL_BYTES == peer_memory.MOST_BYTES
+    for sequences, world_size, heads in ((1, 8, 32), (7, 8, 32), (8, 8, 32), (3, 2, 64), (40, 2, 64)):
+        layer = {"num_q_heads": heads, "num_k_heads": heads, "num_v_heads": heads, "cp_chunk_len": 64}
+        owners = [[] for _ in range(world_size)]  # every sequence goes on on every rank
+        for start in range(0, 64 * world_size * sequences, 64):
+            owners[start // 64 % world_size].append((start, start + 64))
+        lengths = [64 * world_size] * sequences
+        plan = plan_prefill(lengths, world_size=world_size, ownership=owners, fixup="chain", **layer)
+        capacity = 1 << (peer_memory.channels_of(plan, heads, 128) - 1).bit_length()
+        fits = peer_memory.memory_bytes(world_size, capacity) <= peer_memory.MOST_BYTES
+        assert (cost.mail_seconds(H200, cost.load_of(plan)) is not None) == fits, (sequences, world_size, heads)
+    for more in ({"finish": "entry_late"}, {"lanes_per_rank": 2, "lanes_by": "heads"}):
+        late = plan_prefill([1 << 15], world_size=2, cp_chunk_len=2048, fixup="chain", **LAYER, **more)
+        assert cost.mail_seconds(H200, cost.load_of(late)) is None
+        assert not peer_memory.channels_of(late, 32, 128)
 
 
 @pytest.mark.parametrize(
     "world_size, expected", [(2, "chain"), (8, "head_sharded"), (64, "head_sharded"), (1024, "tree")]
 )
 def test_auto_takes_the_cheapest(world_size: int, expected: str) -> None:
-    plan = plan_prefill([2048 * world_size], world_size=world_size, cp_chunk_len=2048, profile="h200", **LAYER)
+    layer = {"profile": replace(H200, mail_s=0.0), **LAYER}
+    plan = plan_prefill([2048 * world_size], world_size=world_size, cp_chunk_len=2048, **layer)
     assert plan.fixup == expected
     assert plan.fixup_seconds[expected] <= 1.01 * min(plan.fixup_seconds.values())
     assert plan.reproducible == (expected != "tree")

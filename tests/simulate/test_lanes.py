@@ -49,7 +49,7 @@ def test_lanes_are_taken_where_they_gain_and_the_plan_says_why() -> None:
     [
         ([1 << 15], {}, "simulated to take"),
         ([1 << 21], {}, "% of the predicted time"),
-        ([4096], {}, "nothing crosses ranks"),
+        ([1024], {}, "nothing crosses ranks"),
         ([1 << 17], {"num_q_heads": 32, "num_k_heads": 1, "num_v_heads": 1}, "share a key head"),
         ([1 << 17], {"profile": "cpu", "cp_chunk_len": 1 << 14}, "on one worker"),
     ],

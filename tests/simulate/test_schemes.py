@@ -76,7 +76,7 @@ def test_ways_to_hide_and_shorten_an_exchange(fixup: str, way: str) -> None:
 
 def test_entry_late_hides_an_exchange_where_heads_forget() -> None:
     def seconds(gates: str, finish: str, **link: float) -> float:
-        profile = replace(PROFILES["h200"], **link)
+        profile = replace(PROFILES["h200"], **{"mail_s": 0.0, **link})
         given = {"world_size": 2, "cp_chunk_len": 16384, "opens": False, "head_half_lives": half_lives(gates, 32)}
         return simulate([1 << 18], **given, profile=profile, finish=finish).seconds
 
@@ -181,6 +181,23 @@ def test_the_planner_s_costs_of_fixups_are_the_events(
         seconds = max(a + b for a, b in zip(ready, fixup, strict=True)) - max(ready)
         low, high = (0.98, 1.5) if plan.fixup == "tree" else (0.9, 1.15)
         assert low * seconds <= plan.fixup_seconds[plan.fixup] <= high * seconds, plan.fixup
+
+
+@pytest.mark.parametrize("folds_runs", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 8, 16])
+def test_so_they_are_with_composed_maps(world_size: int, folds_runs: bool) -> None:
+    given = {"num_q_heads": 16, "num_k_heads": 16, "num_v_heads": 16, "cp_chunk_len": 2048, "finish": "entry_first"}
+    given["profile"] = replace(PROFILES["h200"], folds_runs=folds_runs)
+    for fixup in FIXUPS if world_size > 1 else ("auto",):
+        maps = 8 if world_size > 1 else 64
+        ownership = equal_shares(world_size, 2048 * maps)
+        words = {"world_size": world_size, "ownership": ownership, "fixup": fixup, "fold_span": 4, **given}
+        plan = plan_prefill([2048 * maps * world_size], **words)
+        t, mn, waits, _ = simulate_plan(plan).stages.values()
+        ready = [a + b for a, b in zip(t, mn, strict=True)]
+        seconds = max(a + b for a, b in zip(ready, waits, strict=True)) - max(ready)
+        predicted = plan.fixup_seconds[plan.fixup] if plan.crosses_ranks else plan.predicted["state_fixup"][0]
+        assert 0.9 * seconds <= predicted <= 1.35 * seconds, plan.fixup
 
 
 def equal_shares(world_size: int, tokens: int) -> list[list[tuple[int, int]]]:
