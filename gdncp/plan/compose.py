@@ -37,9 +37,9 @@ def may_compose(plan: PrefillPlan) -> bool:
 def choose_span(
     usual: PrefillPlan, with_span: Callable[[int], PrefillPlan], gates: Sequence[Sequence[float] | None]
 ) -> PrefillPlan:
-    """The plan with composed maps, of as many CP chunks as it gains most by; or the usual one, or without on its grid.
+    """The plan with composed maps, of as many CP chunks as it gains most by; or without on its grid; or the usual one.
 
-    with_span: the plan on a grid that is chosen for composed maps, which may have more CP chunks.
+    with_span: the plan on some grid, with spans of so many CP chunks.
     """
     best = with_span(1)
     most, span = best.pieces.num_items.max(), 2
@@ -48,4 +48,4 @@ def choose_span(
         if found is best and best.fold_span > 1:  # longer ones gain less and less
             break
         best, span = found, 2 * span
-    return choose.choose_plan(usual, best, gates, _GAIN_OF_SPANS if best.fold_span > 1 else 0.0)
+    return choose.choose_plan(usual, best, gates, _GAIN_OF_SPANS if usual.fold_span == 1 < best.fold_span else 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from gdncp.plan import checks, choose, compose, cost, layout
 from gdncp.plan.balance import Balance
@@ -247,8 +247,8 @@ def plan_prefill(
         models = [model(opens, half_lives) for half_lives in gates]
         plan = on_grid(search(False).best(models), None, opens)
         if is_free and fold_span is None and len(plan.pieces) <= _MOST_COMPARED and compose.may_compose(plan):
-            grid = search(True).best(models)
-            plan = compose.choose_span(plan, lambda span: on_grid(grid, None, opens, span), gates)
+            for grid in dict.fromkeys((plan.grid, search(True).best(models))):
+                plan = compose.choose_span(plan, partial(on_grid, grid, None, opens), gates)
         return plan
 
     if opens is not None:
