@@ -67,7 +67,7 @@ def plan_prefill(
             where it is so by a tenth. Where no sequence crosses ranks it is "local".
         fold_span: the maps of so many CP chunks, counted from a sequence's start, are composed to one before a fixup
             folds along the sequence, and ownership is cut there. It decides about the bits of states, as a function of
-            the grid alone. 1: none are. None: 1, or what is faster by 2 % where the CP chunk length is chosen and need
+            the grid alone. 1: none are. None: 1, or what is faster by 4 % where the CP chunk length is chosen and need
             not be reproducible; like that it may then depend on the world size.
         finish: whether stage 4 waits for the exchange as a whole: "entry_first"; or, "entry_late", only where an entry
             state depends on it, head by head, while the rest runs beside it.  Same bits where states are finite: one
