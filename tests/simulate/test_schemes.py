@@ -111,7 +111,7 @@ def test_spans_shorten_many_maps() -> None:
 
 def test_what_was_measured_of_ours() -> None:
     rows = tables.measured_rows()
-    assert len(rows) == 6 and all(abs(row.error) < 0.1 for row in rows), rows
+    assert len(rows) == 15 and all(abs(row.error) < 0.1 for row in rows), rows
 
 
 @pytest.mark.parametrize("gates", GATES)
