@@ -45,8 +45,8 @@ PUBLISHED = {
         1024 * K: (14.52, 11.67, 2.845),
     },
 }
-# Ours, measured on two GPUs of one host, heads 16/32, CUDA graphs, by chains: `entry_first` through peer memory, at commit
-# 5f1e95f (bench/results); `entry_late` by NCCL, at 28e7e1e.
+# Ours, measured on two GPUs of one host, heads 16/32, CUDA graphs, by chains: `entry_first` through peer memory, commit
+# 5f1e95f (bench/results); `entry_late` by NCCL, commit 28e7e1e.
 OURS_MEASURED = {
     ("entry_first", 32 * K): (0.287, 0.346, 0.398),
     ("entry_first", 128 * K): (0.832, 1.096, 1.396),
