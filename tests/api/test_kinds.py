@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gdncp
-from gdncp import calls, validation
+from gdncp import api, calls, validation
 from tests.numeric import random_state, random_tokens
 
 T, H, D = 130, 2, 32
@@ -214,8 +214,10 @@ def test_warmup_refuses_what_it_would_write_and_what_a_call_refuses(dtype, bad, 
 
 
 def test_the_public_calls_can_be_pickled_and_say_what_they_take():
-    for call in (gdncp.prefill, gdncp.summarise, gdncp.fixup, gdncp.finish, gdncp.chunk_gated_delta_rule):
+    # another test may have imported the command, which then has the name `gdncp.prefill` and can be called as well
+    prefill = api.prefill
+    for call in (prefill, gdncp.summarise, gdncp.fixup, gdncp.finish, gdncp.chunk_gated_delta_rule):
         assert pickle.loads(pickle.dumps(call)) is call
-    assert inspect.signature(gdncp.prefill).return_annotation == "PrefillResult"
-    assert list(inspect.signature(gdncp.prefill).parameters)[:6] == ["plan", "q", "k", "v", "g", "beta"]
-    assert "state_pool, state_indices:" in gdncp.prefill.__doc__ and "Raises:" in gdncp.summarise.__doc__
+    assert inspect.signature(prefill).return_annotation == "PrefillResult"
+    assert list(inspect.signature(prefill).parameters)[:6] == ["plan", "q", "k", "v", "g", "beta"]
+    assert "state_pool, state_indices:" in prefill.__doc__ and "Raises:" in gdncp.summarise.__doc__
