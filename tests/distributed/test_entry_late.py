@@ -329,7 +329,7 @@ def test_auto_takes_it_where_the_exchange_hides():
     def total(plan: gdncp.PrefillPlan) -> float:
         return max(map(sum, zip(*plan.predicted.values(), strict=True)))
 
-    # 16 CP chunks a rank; their 128 programs of stage 4 on all workers would keep the exchange waiting, and through peer
+    # 16 CP chunks a rank; their 128 programs of stage 4 on all workers would keep the exchange waiting; through peer
     # memory there is less to hide
     for workers, mail_s, expected in ((132, 0.0, "entry_late"), (128, 0.0, "entry_first"), (132, 2e-6, "entry_first")):
         choices = {"profile": replace(h200, workers=workers, mail_s=mail_s), **few}
