@@ -38,7 +38,8 @@ def known(plan: Callable[P, R], most: int = MOST) -> Callable[P, R]:
         result = plan(*args, **words)
         alike = plans.setdefault(key, [])
         plain = all(type(n) is int and n > 1 for n in lengths)
-        # a list may change; one that comes again, and is equal, has had its types looked at
+        # A list may change.  One that comes again, and is equal, has had its types looked at; where its ints were
+        # replaced by floats that equal them, in place, that goes unseen, and it gets the plan of the ints.
         alike.append((lengths, lengths.copy() if type(lengths) is list else lengths, plain, result))
         del alike[:-_ALIKE]
         plans.move_to_end(key)
