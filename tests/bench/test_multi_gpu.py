@@ -160,7 +160,7 @@ def test_what_a_trace_says_of_an_exchange():
 class _Peer:
     """Ours under another name, cut in equal parts as peers are; its results off by a factor."""
 
-    one_gpu, library = False, None
+    one_gpu, any_gates, library = False, False, None
 
     def __init__(self, name: str, factor: float):
         self.name, self._factor = name, factor
@@ -211,7 +211,7 @@ def test_the_planners_choice_is_timed_with_states_sent_by_nccl_too():
         shape = Shape(length, 1, *preset.heads[0], preset.head_dim)
         return [name for name, _ in times.variants(preset, shape, tokens, backend)]
 
-    assert times.BY_MESSAGES in names(131072, "nccl")
+    assert {times.BY_MESSAGES, "all_gather", "all_gather, 2 lanes"} < set(names(131072, "nccl"))
     assert times.BY_MESSAGES not in names(131072, "gloo") + names(32768, "nccl")
 
 
@@ -225,6 +225,8 @@ def made_up():
     told = ours | {"variant": "half-lives told", "graph_ms": 1.3}
     one = about | {"eager_ms": 2.5, "graph_ms": 2.4}
     fla = about | {"gates": "layer", "peer": "fla:cp", "one_gpu": False, "eager_ms": 14.0}
+    inter = fla | {"peer": "flashqla:inter", "any_gates": True, "eager_ms": 12.0}
+    other = inter | {"any_gates": False, "eager_ms": 1.0}  # of other gates than ours, which it depends on
     qla = about | {"peer": "flashqla:auto", "one_gpu": True, "eager_ms": 2.6}
     common = {"world_size": 2, "backend": "nccl", "failures": [], "skipped": []}
     environment = dict(device="A GPU", gpus=["A GPU", "A GPU"], started="today", torch="2", triton="3", nccl="2.27")
@@ -237,7 +239,7 @@ def made_up():
             "times": common | {"times": [ours, told], "one_gpu": [one]},
             "peers": common
             | {
-                "peers": [fla, qla],
+                "peers": [fla, inter, other, qla],
                 "skipped": [f"{x}: the time budget was spent" for x in ("fla:cp, 1048576", "fla:cp, 5")],
             },
         },
@@ -247,7 +249,7 @@ def made_up():
 def test_targets_stand_beside_figures():
     text = page.markdown(made_up())
     line = "| 131072, 16/32 | gates ≈ 1 | 1.450 | 1.400 | 1.300 half-lives told | 1.500 | 120 | 2.400 | 1.71 "
-    assert line + "| 14.0 fla:cp | 2.600 flashqla:auto | 2.00 |" in text
+    assert line + "| 12.0 flashqla:inter | 2.600 flashqla:auto | 2.00 |" in text
     assert "| 131072, 16/32 | gates ≈ 1 | chain | 1.400 | 1.370 | 30 |" in text and "difference, µs (≤ 40)" in text
     assert (
         "- peers: stopped at its time limit" in text

@@ -22,6 +22,7 @@ from gdncp.bench.multi_gpu.small_cases import CP_CHUNK_LEN, SMALL_CASES, Inputs,
 from gdncp.bench.multi_gpu.variants import every_choice
 from gdncp.bench.reference import chunked, errors
 from gdncp.bench.run import summary_of
+from gdncp.collectives import peer_memory
 
 # The numeric contract: relative L2 per sequence (or row) and head.  bf16 with beta above 1: twice.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
@@ -158,7 +159,7 @@ def check_small(ranks: Ranks, case: SmallCase, backend: str, dtype: torch.dtype,
                 again = _captured(call, ranks) if captured else call
                 held.reset()
                 result = again()
-                tally.sent_by(result)
+                tally.sent_by(name, result)
                 if plan.reproducible:
                     equal = same_rows(case, plan, ranks.rank, held, alone[str(span)])
                     tally.promised_one(name, captured, equal)
@@ -206,11 +207,14 @@ class Tally:
         self.verdicts: dict[str, str] = {}  # of configurations that are not as promised
         self.farthest = 0.0  # of those that promise no bits
         self.transports: Counter[str] = Counter()  # what carried the states, eager
+        self.by_mail: set[str] = set()  # configurations whose states went through peer memory
 
-    def sent_by(self, result: gdncp.PrefillResult | None) -> None:
+    def sent_by(self, name: str, result: gdncp.PrefillResult | None) -> None:
         """None: a graph's replay."""
         if result is not None:
             self.transports[result.fixup.transport] += 1
+            if result.fixup.transport == peer_memory.NAME:
+                self.by_mail.add(name)
 
     def promised_one(self, name: str, captured: bool, equal: bool) -> None:
         if captured:
@@ -242,6 +246,7 @@ class Tally:
             "without_promise_error": max(t.farthest for t in tallies),
             "left_out": max(t.left_out for t in tallies),
             "transports": dict(tallies[0].transports),
+            "by_peer_memory": sorted(tallies[0].by_mail),
             "error": max(error for _, error in everyone),
             "wrong": wrong,
         }
@@ -339,7 +344,7 @@ def check_large(ranks: Ranks, preset: Preset, gates: str) -> dict[str, Any]:
             runs = (call, captured) if ranks.captures and choice["ownership"] == "contiguous" else (call,)
             for run_it in runs:
                 result = run_it(plan, ranks.rank)
-                tally.sent_by(None if run_it is captured else result)
+                tally.sent_by(name, None if run_it is captured else result)
                 pairs = _rows_of_both(plan, ranks.rank, result, alone[str(span)])
                 if plan.reproducible:
                     tally.promised_one(name, run_it is captured, all(torch.equal(x, y) for x, y in pairs))

@@ -98,10 +98,7 @@ def times(parts: Found, size: int) -> Grid:
         assert fastest is not None
         alone = next((row for row in one if key(row) == key(auto)), None)
         target = target_of(auto, size)
-        # FLA's time does not depend on the gates, and is taken on one kind
-        of_case = [
-            r for r in theirs if key(r)[:2] == key(auto)[:2] and (r["gates"] == auto["gates"] or "fla:" in r["peer"])
-        ]
+        of_case = [r for r in theirs if key(r)[:2] == key(auto)[:2] and (r["gates"] == auto["gates"] or any_gates(r))]
         many = min((r for r in of_case if not r["one_gpu"]), key=lambda r: r["eager_ms"], default=None)
         single = min((r for r in of_case if r["one_gpu"]), key=lambda r: r["eager_ms"], default=None)
         peer = min((r["eager_ms"] for r in of_case), default=None)
@@ -128,6 +125,11 @@ def times(parts: Found, size: int) -> Grid:
     )
     note += '"x faster than peers" of the fastest plan tried.'
     return Grid(note, columns, lines)
+
+
+def any_gates(row: Found) -> bool:
+    """Whether a peer's time does not depend on the gates, so that it was taken on one kind."""
+    return bool(row.get("any_gates", "fla:" in row["peer"]))
 
 
 def target_of(row: Found, size: int) -> float | None:
@@ -199,12 +201,22 @@ def exchange(parts: Found, size: int) -> Grid:
 def traces(parts: Found) -> Grid:
     names = ("nccl_us", "overlapped_us", "exposed_us", "fold_us", "call_us")
     lines = [
-        [str(row["tokens"]), words(row["gates"]), row["kind"]]
+        [str(row["tokens"]), words(row["gates"]), row.get("variant", "auto"), row["kind"]]
         + [f"{max(r[name] for r in row['ranks']):.0f}" if name in row["ranks"][0] else NOTHING for name in names]
         for row in of(parts, "times", "traces")
     ]
     note = "NCCL's kernels, and folds where states go by mail, wait for the peer, and that wait counts."
-    columns = ["tokens", "gates", "call", "NCCL", "other kernels beside", "alone", "folds of runs", "whole call"]
+    columns = [
+        "tokens",
+        "gates",
+        "plan",
+        "call",
+        "NCCL",
+        "other kernels beside",
+        "alone",
+        "folds of runs",
+        "whole call",
+    ]
     return Grid(note, columns, lines)
 
 

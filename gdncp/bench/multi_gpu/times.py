@@ -16,12 +16,12 @@ from gdncp.bench.multi_gpu.clock import Call, RankClock
 from gdncp.bench.multi_gpu.ours import Planned, half_lives
 from gdncp.bench.multi_gpu.presets import GATES, Preset
 from gdncp.bench.multi_gpu.ranks import Ranks
-from gdncp.bench.multi_gpu.variants import FIXUPS, finishes
+from gdncp.bench.multi_gpu.variants import FIXUPS, LANES, finishes
 from gdncp.bench.run import TOLERANCE, summary_of
 
 MANY_SETS_UP_TO = 131072  # tokens: three input sets, beyond that two
 TARGET_MS, MAX_ITERATIONS = 100.0, 50
-HOST_CALLS, STAGE_CALLS = 21, 7
+HOST_CALLS, STAGE_CALLS = 51, 7
 MAX_HOLD_MS = 20.0
 BY_MESSAGES = "auto, by NCCL"
 
@@ -89,6 +89,8 @@ def variants(preset: Preset, shape: Shape, tokens: Tokens, backend: str) -> Iter
     if shape.num_tokens in preset.detailed:
         for fixup in FIXUPS[:3]:
             yield fixup, {"fixup": fixup}
+            if shape.num_k_heads > 1:
+                yield f"{fixup}, 2 lanes", {"fixup": fixup} | LANES
         for finish in finishes():
             if finish:
                 yield finish["finish"], finish

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,17 @@ from gdncp.bench.multi_gpu.book import Book
 from gdncp.bench.multi_gpu.clock import RankClock
 from gdncp.bench.multi_gpu.ours import Planned
 from gdncp.bench.multi_gpu.presets import GATES, Preset
+from gdncp.bench.multi_gpu.variants import LANES
 
 CALLS = 3
+# What is traced, as arguments of `plan_prefill`: an exchange of all maps, long enough to be worth hiding, by one lane
+# and by two, for one kind of gates.
+LANES_OF = "forget"
+TRACED: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "all_gather": {"fixup": "all_gather"},
+    "all_gather, 2 lanes": {"fixup": "all_gather"} | LANES,
+}
 Span = tuple[float, float]  # start and end, µs
 
 
@@ -28,22 +38,27 @@ def run(book: Book, preset: Preset) -> None:
         return
     clock = RankClock(ranks.group, ranks.device)
     for gates in GATES:
-        name = f"trace, {gates}"
-        if not book.room_for(name):
-            continue
-        with book.failures_of(name):
-            case = Case(
-                Shape(preset.trace_tokens, 1, *preset.heads[0], preset.head_dim), gates, preset.dtype, ranks.device
-            )
-            ours = Planned(ranks, case, [case.tokens(seed=1)], preset, ranks.size)
-            (call,) = ours.calls
-            call()
-            for kind, again in (("captured", clock.capture(call)), ("eager", call)):
-                path = book.folder / f"trace_{gates}_{kind}.rank{ranks.rank}.json.gz"
-                record(clock, again, path)
-                found = ranks.together(exchange_of(read_kernels(path), CALLS))
-                book.add("traces", {"tokens": preset.trace_tokens, "gates": gates, "kind": kind, "ranks": found})
-                book.say(f"{name}, {kind}: {found[0]}")
+        for variant, choice in TRACED.items():
+            name = f"trace, {gates}, {variant}"
+            if (variant == "auto" or gates == LANES_OF) and book.room_for(name):
+                with book.failures_of(name):
+                    _trace(book, preset, clock, gates, variant, choice)
+
+
+def _trace(book: Book, preset: Preset, clock: RankClock, gates: str, variant: str, choice: dict[str, Any]) -> None:
+    ranks = book.ranks
+    case = Case(Shape(preset.trace_tokens, 1, *preset.heads[0], preset.head_dim), gates, preset.dtype, ranks.device)
+    ours = Planned(ranks, case, [case.tokens(seed=1)], preset, ranks.size, **choice)
+    (call,) = ours.calls
+    call()
+    about = {"tokens": preset.trace_tokens, "gates": gates, "variant": variant}
+    for kind, again in (("captured", clock.capture(call)), ("eager", call)):
+        file = re.sub("[^a-z0-9_]+", "_", f"trace_{gates}_{variant}_{kind}")
+        path = book.folder / f"{file}.rank{ranks.rank}.json.gz"
+        record(clock, again, path)
+        found = ranks.together(exchange_of(read_kernels(path), CALLS))
+        book.add("traces", about | {"kind": kind, "ranks": found})
+        book.say(f"trace, {gates}, {variant}, {kind}: {found[0]}")
 
 
 def record(clock: RankClock, call: Callable[[], Any], path: Path) -> None:

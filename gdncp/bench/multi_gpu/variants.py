@@ -12,6 +12,7 @@ from gdncp import plan_prefill
 FIXUPS = ("chain", "all_gather", "head_sharded", "tree")
 OWNERSHIPS = ("contiguous", "zigzag", "explicit")
 FINISHES = ("entry_first", "entry_late")
+LANES: dict[str, Any] = {"lanes_per_rank": 2, "lanes_by": "heads"}  # one group's exchange beside the other's scans
 CUT_EVERY = 4  # CP chunks between the cuts of explicit ownership, so that spans of 2 and 4 are left whole
 
 _PARAMETERS = inspect.signature(plan_prefill).parameters
