@@ -102,7 +102,7 @@ for job in ${preparing[@]+"${preparing[@]}"}; do
     echo "peers of a kind prepared: exit code $?, $((SECONDS - begun)) s so far"
 done
 part times 170 160
-part peers 120 75
+part peers 200 75
 part links 35 55
 part killed 85 10
 "$python" -m gdncp.bench.multi_gpu merge --out "$out" ${COMMIT:+--commit "$COMMIT"}
