@@ -43,6 +43,18 @@ def rows_layout(DIM, num_warps):
     return gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [num_warps, 1], [1, 0])
 
 
+# 64 rows of the state by 64 tokens: as accumulators, as the left operand of the next product, a number per token.
+M64 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+A64 = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2))
+C64 = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])))
+
+
+@gluon.jit
+def load_gate(gate, which: gl.constexpr, layout: gl.constexpr):
+    """[64] one of the four numbers per token of a chunk's `gate` [256]."""
+    return gate.slice(which * 64, 64).load(layout)
+
+
 @gluon.jit
 def add(x, y):
     return x + y

@@ -11,13 +11,10 @@ The DIM / 64 state warpgroups hold 64 rows each in wgmma accumulators and work o
     U = S Kᵀ    W = (V − U diag(from_start)) diag(β)    N = W Tᵀ    S ← total S + N diag(to_end) K
     out = scale S Qᵀ diag(from_start) + N Pᵀ              P_ij = scale decay(i, j) q_i·k_j for j <= i
 
-The score warpgroup makes P ahead of them.  Ring stage s holds chunk i = s mod STAGES: `full` says that its tiles have
-landed, `empty` that all warpgroups are done with it, `scored` that P is there.  `clean` fires once, in a CP chunk
-with a tail: the score warpgroup has zeroed the rows past it, which are a neighbour's and may be NaN.
-
-What scans are slow at is not the products but the arithmetic between them.  So in stage 2 the state is not multiplied
-by `total` in every chunk: warps hold S/γ, γ the product of the totals so far, and the score warpgroup, which has no P
-to make, makes factors that γ is in (`scored` says that they are there), until γ gets small (`_factors`).
+The score warpgroup makes P ahead of them.  What it and they do in a scan: `scans`.  Where a ring stage's tiles lie:
+`ring`.  `full` says that they have landed, `scored` that P is there, `empty` that the state warpgroups are done with
+the stage, which they are after the score warpgroup.  `clean` fires once, in an item with outputs and a tail: the score
+warpgroup has zeroed the rows past it, which are a neighbour's and may be NaN.
 """
 
 from triton.experimental import gluon
@@ -31,23 +28,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gdncp_kernels.hopper.common import (
+    A64,
     BETA,
+    C64,
     FROM_START,
     L2NORM_EPS,
     LOG_DECAY,
+    M64,
     TO_END,
     barrier,
+    load_gate,
     load_tile,
     rows_layout,
     state_layout,
     store_tile,
     zero_tail,
 )
-from gdncp_kernels.hopper.ring import LOCAL_STATE, OUTPUTS, TRANSITION
+from gdncp_kernels.hopper.ring import LOCAL_STATE, OUTPUTS, TRANSITION, num_stages
+from gdncp_kernels.hopper.scans import make_factors, scale_solve, scan
 
-M64 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-A64 = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2))
-C64 = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])))
 M32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 C32 = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])))
 R32 = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])))
@@ -55,68 +54,46 @@ OUT_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 SOLVE_AND_GATE_BYTES = gl.constexpr(64 * 64 * 2 + 4 * 64 * 4)
 KEY_BYTES = gl.constexpr(64 * 4)
-TOKENS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 NO_MORE = gl.constexpr(1 << 30)  # position of the checkpoint after the last
 
 
 @gluon.jit
-def load_partition(ring, item, maps, entry, key_entry, HQ, HK, HV):
+def load_partition(ring, item, maps, entry, key_entry, HQ, HK, HV, WITH_MAPS: gl.constexpr, WITH_OUTPUTS: gl.constexpr):
+    if WITH_OUTPUTS:
+        if item.kind == OUTPUTS:
+            _load(ring, item, maps, entry, key_entry, HQ, HK, HV, OUTPUTS)
+    if WITH_MAPS:
+        if item.kind == LOCAL_STATE:
+            _load(ring, item, maps, entry, key_entry, HQ, HK, HV, LOCAL_STATE)
+        if item.kind == TRANSITION:
+            _load(ring, item, maps, entry, key_entry, HQ, HK, HV, TRANSITION)
+
+
+@gluon.jit
+def _load(ring, item, maps, entry, key_entry, HQ, HK, HV, KIND: gl.constexpr):
     """Keys, T and gates for all kinds, values unless TRANSITION, queries for OUTPUTS alone."""
     q_map, k_map, v_map, solve_map, gates_map, keys_map = maps
     H = item.H
-    kind = item.kind
-    DIM: gl.constexpr = ring.keys.shape[2]
-    tile: gl.constexpr = 64 * DIM * 2
-    q_column = item.head * HQ // H * DIM
-    k_column = item.head * HK // H * DIM
-    v_column = item.head * HV // H * DIM
+    DIM: gl.constexpr = ring.tiles.shape[2]
+    STAGES: gl.constexpr = num_stages(DIM, KIND)
+    small: gl.constexpr = SOLVE_AND_GATE_BYTES if keys_map is None else SOLVE_AND_GATE_BYTES + KEY_BYTES
+    num_token_tiles: gl.constexpr = 3 if KIND == OUTPUTS else (2 if KIND == LOCAL_STATE else 1)
     for i in range(item.num_chunks):
-        s = i % ring.STAGES
+        s = i % STAGES
         at = item.token + i * 64
         row = entry + i * H
-        mbarrier.wait(ring.empty.index(s), ((i // ring.STAGES) & 1) ^ 1)
+        mbarrier.wait(ring.empty.index(s), ((i // STAGES) & 1) ^ 1)
         bar = ring.full.index(s)
-        small: gl.constexpr = SOLVE_AND_GATE_BYTES if keys_map is None else SOLVE_AND_GATE_BYTES + KEY_BYTES
-        mbarrier.expect(bar, 3 * tile + small, pred=kind == OUTPUTS)
-        mbarrier.expect(bar, 2 * tile + small, pred=kind == LOCAL_STATE)
-        mbarrier.expect(bar, 1 * tile + small, pred=kind == TRANSITION)
-        load_tile(k_map, [at, k_column], bar, ring.keys.index(s))
-        if q_map is not None:
-            load_tile(q_map, [at, q_column], bar, ring.queries.index(s), pred=kind == OUTPUTS)
-        load_tile(solve_map, [row * 64, 0], bar, ring.solves.index(s))
+        mbarrier.expect(bar, num_token_tiles * 64 * DIM * 2 + small)
+        load_tile(solve_map, [row * 64, 0], bar, ring.solve(s, KIND))
         load_tile(gates_map, [row, 0], bar, ring.gate_tiles.index(s))
         if keys_map is not None:
             load_tile(keys_map, [key_entry + i * HK, 0], bar, ring.key_tiles.index(s))
-        load_tile(v_map, [at, v_column], bar, ring.values.index(s), pred=kind != TRANSITION)
-
-
-@gluon.jit
-def _gate(gate, which: gl.constexpr, layout: gl.constexpr):
-    """[64] one of the four numbers per token of a stage's `gate` [256]."""
-    return gate.slice(which * 64, 64).load(layout)
-
-
-@gluon.jit
-def _scalar(memory, position: gl.constexpr, LAYOUT: gl.constexpr):
-    """One number of shared memory, the same for all threads."""
-    return gl.sum(memory.slice(position, 1).load(LAYOUT), 0)
-
-
-@gluon.jit
-def _factors(ring, s, gamma):
-    """What a chunk's products with S/γ are multiplied by, γ before and behind the chunk.  Returns the γ behind it.
-
-    Below LEAST_GAMMA it is multiplied into the state.  `carry` tells: [what the state is multiplied by, γ].
-    """
-    gate = ring.gates.index(s)
-    behind = gamma * gl.exp2(_scalar(gate, LOG_DECAY * 64 + 63, TOKENS))
-    small = behind < ring.LEAST_GAMMA
-    multiply = gl.where(small, behind, 1.0)
-    behind = gl.where(small, 1.0, behind)
-    ring.carry.index(s).store(gl.where(gl.arange(0, 2, layout=TOKENS) == 0, multiply, behind))
-    ring.factors.index(2 * s).store(_gate(gate, FROM_START, TOKENS) * gamma)
-    ring.factors.index(2 * s + 1).store(_gate(gate, TO_END, TOKENS) * (1.0 / behind))
-    return behind
+        load_tile(k_map, [at, item.head * HK // H * DIM], bar, ring.keys(s, KIND))
+        if KIND == OUTPUTS:
+            load_tile(q_map, [at, item.head * HQ // H * DIM], bar, ring.queries(s, KIND))
+        if KIND != TRANSITION:
+            load_tile(v_map, [at, item.head * HV // H * DIM], bar, ring.values(s, KIND))
 
 
 @gluon.jit
@@ -133,99 +110,83 @@ def _query_scale(query, gate, out, from_entry, scale):
 
 @gluon.jit
 def score_partition(ring, item, WITH_MAPS: gl.constexpr, WITH_OUTPUTS: gl.constexpr):
-    """Zeroes the tail, and of every chunk makes P [64 queries, 64 keys] in the tokens' dtype, or a scan's factors.
-
-    They need no barrier of its own against being overwritten: `full` follows `empty` of the chunk that used it.
-    """
-    rows: gl.constexpr = rows_layout(ring.keys.shape[2], 4)
-    gamma = gl.to_tensor(1.0)
-    for i in range(item.num_chunks):
-        s = i % ring.STAGES
-        mbarrier.wait(ring.full.index(s), (i // ring.STAGES) & 1)
-        if (item.tail_rows > 0) & (i == item.num_chunks - 1):
-            zero_tail(ring.keys.index(s), item.tail_rows, rows)
-            zero_tail(ring.values.index(s), item.tail_rows, rows)
-            fence_async_shared()
-            barrier()
-            mbarrier.arrive(ring.clean, count=1)
-        if WITH_OUTPUTS:
-            if item.kind == OUTPUTS:
-                gate = ring.gates.index(s)
-                zeros = gl.zeros([64, 32], gl.float32, M32)
-                if ring.L2NORM:
-                    _query_scale(
-                        ring.queries.index(s),
-                        gate,
-                        ring.query_scales.index(2 * s),
-                        ring.query_scales.index(2 * s + 1),
-                        item.scale,
-                    )
-                    barrier()
-                for half in gl.static_range(2):  # 32 keys at a time: fits this warpgroup's small share of registers
-                    k = ring.keys.index(s).slice(32 * half, 32)
-                    pending = warpgroup_mma(
-                        ring.queries.index(s), k.permute((1, 0)), zeros, use_acc=False, is_async=True
-                    )
-                    g_i = _gate(gate, LOG_DECAY, R32)
-                    g_j = gate.slice(LOG_DECAY * 64 + 32 * half, 32).load(C32)
-                    i_row = gl.arange(0, 64, layout=R32)[:, None]
-                    j_col = gl.arange(32 * half, 32 * half + 32, layout=C32)[None, :]
-                    decay = gl.exp2(g_i[:, None] - g_j[None, :])
-                    if ring.L2NORM:
-                        decay = decay * ring.query_scales.index(2 * s).load(R32)[:, None]
-                        decay = decay * ring.key_scales.index(s).slice(32 * half, 32).load(C32)[None, :]
-                    else:
-                        decay = decay * item.scale
-                    p = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
-                    p = gl.where(i_row >= j_col, p * decay, 0.0)
-                    ring.scores.index(s).slice(32 * half, 32, 1).store(p.to(ring.scores.dtype))
-                fence_async_shared()
-                mbarrier.arrive(ring.scored.index(s), count=1)
-        if WITH_MAPS:
-            if (item.kind != OUTPUTS) | (not WITH_OUTPUTS):
-                gamma = _factors(ring, s, gamma)
-                barrier()
-                mbarrier.arrive(ring.scored.index(s), count=1)
-        mbarrier.arrive(ring.empty.index(s), count=1)
+    if WITH_OUTPUTS:
+        if item.kind == OUTPUTS:
+            _prepare(ring, item, OUTPUTS)
+    if WITH_MAPS:
+        if item.kind == LOCAL_STATE:
+            _prepare(ring, item, LOCAL_STATE)
+        if item.kind == TRANSITION:
+            _prepare(ring, item, TRANSITION)
 
 
 @gluon.jit
-def _scan(S, ring, item, SLAB: gl.constexpr, WITH_VALUES: gl.constexpr):
-    """The state after all chunks, nothing else."""
-    dtype: gl.constexpr = ring.keys.dtype
-    STATE: gl.constexpr = state_layout(ring.keys.shape[2])
-    zeros = gl.zeros([64, 64], gl.float32, M64)
+def _prepare(ring, item, KIND: gl.constexpr):
+    """Zeroes the tail, and of every chunk makes P, or what a scan multiplies with.
+
+    They need no barrier of its own against being overwritten: `full` follows `empty` of the chunk that used it.
+    """
+    DIM: gl.constexpr = ring.tiles.shape[2]
+    STAGES: gl.constexpr = num_stages(DIM, KIND)
     gamma = gl.to_tensor(1.0)
     for i in range(item.num_chunks):
-        s = i % ring.STAGES
-        gate = ring.gates.index(s)
-        k = ring.keys.index(s)
-        s16 = gl.convert_layout(S.to(dtype), A64)
-        mbarrier.wait(ring.scored.index(s), (i // ring.STAGES) & 1)  # which is after `full`
-        mbarrier.wait(ring.clean, 0, pred=(item.tail_rows > 0) & (i == item.num_chunks - 1))
-        pending_u = warpgroup_mma(s16, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if WITH_VALUES:
-            v = ring.values.index(s).slice(SLAB * 64, 64, 1).permute((1, 0)).load(M64)
-        from_start = ring.factors.index(2 * s).load(C64)
-        beta = _gate(gate, BETA, C64)
-        U = warpgroup_mma_wait(num_outstanding=0, deps=(pending_u,))
-        if WITH_VALUES:
-            w = ((v.to(gl.float32) - U * from_start[None, :]) * beta[None, :]).to(dtype)
+        s = i % STAGES
+        mbarrier.wait(ring.full.index(s), (i // STAGES) & 1)
+        if (item.tail_rows > 0) & (i == item.num_chunks - 1):
+            zero_tail(ring.keys(s, KIND), item.tail_rows, rows_layout(DIM, 4))
+            if KIND != TRANSITION:
+                zero_tail(ring.values(s, KIND), item.tail_rows, rows_layout(DIM, 4))
+            fence_async_shared()
+            barrier()
+            if KIND == OUTPUTS:
+                mbarrier.arrive(ring.clean, count=1)
+        if KIND == OUTPUTS:
+            _make_scores(ring, item, s)
+        elif DIM == 128:
+            gamma = scale_solve(ring, s, gamma, KIND)
         else:
-            w = (U * -(from_start * beta)[None, :]).to(dtype)
-        w = gl.convert_layout(w, A64)
-        pending_n = warpgroup_mma(w, ring.solves.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        multiply = _scalar(ring.carry.index(s), 0, gl.SliceLayout(0, STATE))
-        if multiply != 1.0:
-            S = S * multiply
-        gamma = _scalar(ring.carry.index(s), 1, gl.SliceLayout(0, STATE))
-        to_end = ring.factors.index(2 * s + 1).load(C64)
-        N = warpgroup_mma_wait(num_outstanding=0, deps=(pending_n,))
-        n16 = gl.convert_layout((N * to_end[None, :]).to(dtype), gl.DotOperandLayout(0, STATE, 2))
-        pending_s = warpgroup_mma(n16, k, S, is_async=True)
-        S = warpgroup_mma_wait(num_outstanding=0, deps=(pending_s,))
-        mbarrier.arrive(ring.empty.index(s), count=1)
-    return S * gamma
+            gamma = make_factors(ring, s, gamma)
+        fence_async_shared()
+        mbarrier.arrive(ring.scored.index(s), count=1)
+
+
+@gluon.jit
+def _make_scores(ring, item, s):
+    """P [64 queries, 64 keys] in the tokens' dtype."""
+    gate = ring.gates.index(s)
+    if ring.L2NORM:
+        _query_scale(
+            ring.queries(s, OUTPUTS),
+            gate,
+            ring.query_scales.index(2 * s),
+            ring.query_scales.index(2 * s + 1),
+            item.scale,
+        )
+        barrier()
+    _half_of_scores(ring, item, s, 0)
+    _half_of_scores(ring, item, s, 1)
+
+
+@gluon.jit
+def _half_of_scores(ring, item, s, half: gl.constexpr):
+    """32 keys at a time: fits this warpgroup's small share of registers."""
+    gate = ring.gates.index(s)
+    k = ring.keys(s, OUTPUTS).slice(32 * half, 32)
+    zeros = gl.zeros([64, 32], gl.float32, M32)
+    pending = warpgroup_mma(ring.queries(s, OUTPUTS), k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    g_i = load_gate(gate, LOG_DECAY, R32)
+    g_j = gate.slice(LOG_DECAY * 64 + 32 * half, 32).load(C32)
+    i_row = gl.arange(0, 64, layout=R32)[:, None]
+    j_col = gl.arange(32 * half, 32 * half + 32, layout=C32)[None, :]
+    decay = gl.exp2(g_i[:, None] - g_j[None, :])
+    if ring.L2NORM:
+        decay = decay * ring.query_scales.index(2 * s).load(R32)[:, None]
+        decay = decay * ring.key_scales.index(s).slice(32 * half, 32).load(C32)[None, :]
+    else:
+        decay = decay * item.scale
+    p = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
+    p = gl.where(i_row >= j_col, p * decay, 0.0)
+    ring.scores(s, OUTPUTS).slice(32 * half, 32, 1).store(p.to(ring.tiles.dtype))
 
 
 @gluon.jit
@@ -301,9 +262,10 @@ def _store_checkpoints(S, checkpoints, item, SLAB: gl.constexpr, number, positio
 @gluon.jit
 def _prefill(S, ring, item, checkpoints, output_map, output, output_row, SLAB: gl.constexpr):
     """Outputs of all chunks, checkpoints, and the state after them."""
-    DIM: gl.constexpr = ring.keys.shape[2]
+    DIM: gl.constexpr = ring.tiles.shape[2]
     STATE: gl.constexpr = state_layout(DIM)
-    dtype: gl.constexpr = ring.keys.dtype
+    dtype: gl.constexpr = ring.tiles.dtype
+    STAGES: gl.constexpr = num_stages(DIM, OUTPUTS)
     zeros = gl.zeros([64, 64], gl.float32, M64)
     if checkpoints.at is not None:
         number = checkpoints.first
@@ -311,34 +273,34 @@ def _prefill(S, ring, item, checkpoints, output_map, output, output_row, SLAB: g
         number, position = _store_checkpoints(S, checkpoints, item, SLAB, number, position, 0)
     s16 = gl.convert_layout(S.to(dtype), A64)
     for i in range(item.num_chunks):
-        s = i % ring.STAGES
+        s = i % STAGES
         gate = ring.gates.index(s)
-        k = ring.keys.index(s)
-        mbarrier.wait(ring.full.index(s), (i // ring.STAGES) & 1)
+        k = ring.keys(s, OUTPUTS)
+        mbarrier.wait(ring.full.index(s), (i // STAGES) & 1)
         mbarrier.wait(ring.clean, 0, pred=(item.tail_rows > 0) & (i == item.num_chunks - 1))
         pending_u = warpgroup_mma(s16, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        pending_q = warpgroup_mma(s16, ring.queries.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        v = ring.values.index(s).slice(SLAB * 64, 64, 1).permute((1, 0)).load(M64)
-        from_start = _gate(gate, FROM_START, C64)
+        pending_q = warpgroup_mma(s16, ring.queries(s, OUTPUTS).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        v = ring.values(s, OUTPUTS).slice(SLAB * 64, 64, 1).permute((1, 0)).load(M64)
+        from_start = load_gate(gate, FROM_START, C64)
         U = warpgroup_mma_wait(num_outstanding=1, deps=(pending_u,))
-        w = (v.to(gl.float32) - U * from_start[None, :]) * _gate(gate, BETA, C64)[None, :]
+        w = (v.to(gl.float32) - U * from_start[None, :]) * load_gate(gate, BETA, C64)[None, :]
         w = gl.convert_layout(w.to(dtype), A64)
-        pending_n = warpgroup_mma(w, ring.solves.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        pending_n = warpgroup_mma(w, ring.solve(s, OUTPUTS).permute((1, 0)), zeros, use_acc=False, is_async=True)
         S = S * gl.exp2(gate.slice(LOG_DECAY * 64 + 63, 1).load(gl.SliceLayout(0, STATE)))[None, :]
         if ring.L2NORM:
-            mbarrier.wait(ring.scored.index(s), (i // ring.STAGES) & 1)
+            mbarrier.wait(ring.scored.index(s), (i // STAGES) & 1)
             from_entry = ring.query_scales.index(2 * s + 1).load(C64)
         else:
-            from_entry = _gate(gate, FROM_START, C64) * item.scale
+            from_entry = load_gate(gate, FROM_START, C64) * item.scale
         out = warpgroup_mma_wait(num_outstanding=1, deps=(pending_q,))
         out = out * from_entry[None, :]
-        to_end = _gate(gate, TO_END, C64)
+        to_end = load_gate(gate, TO_END, C64)
         N = warpgroup_mma_wait(num_outstanding=0, deps=(pending_n,))
         n16 = gl.convert_layout((N * to_end[None, :]).to(dtype), gl.DotOperandLayout(0, STATE, 2))
         pending_s = warpgroup_mma(n16, k, S, is_async=True)
-        mbarrier.wait(ring.scored.index(s), (i // ring.STAGES) & 1)
+        mbarrier.wait(ring.scored.index(s), (i // STAGES) & 1)
         n16 = gl.convert_layout(N.to(dtype), A64)
-        pending_o = warpgroup_mma(n16, ring.scores.index(s).permute((1, 0)), out, is_async=True)
+        pending_o = warpgroup_mma(n16, ring.scores(s, OUTPUTS).permute((1, 0)), out, is_async=True)
         S = warpgroup_mma_wait(num_outstanding=1, deps=(pending_s,))
         s16 = gl.convert_layout(S.to(dtype), A64)
         tma.store_wait(pendings=0)
@@ -382,7 +344,7 @@ def state_partition(
     WITH_OUTPUTS: gl.constexpr,
 ):
     """State rows SLAB · 64 ... + 63, from where `states` says to where it says."""
-    DIM: gl.constexpr = ring.keys.shape[2]
+    DIM: gl.constexpr = ring.tiles.shape[2]
     STATE: gl.constexpr = state_layout(DIM)
     row = (SLAB * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STATE)))[:, None]
     column = gl.arange(0, DIM, layout=gl.SliceLayout(0, STATE))[None, :]
@@ -394,8 +356,8 @@ def state_partition(
             S = _prefill(S, ring, item, checkpoints, output_map, output, output_row, SLAB)
     if WITH_MAPS:
         if item.kind == LOCAL_STATE:
-            S = _scan(S, ring, item, SLAB, True)
+            S = scan(S, ring, item, SLAB, LOCAL_STATE)
         if item.kind == TRANSITION:
-            S = _scan(S, ring, item, SLAB, False)
+            S = scan(S, ring, item, SLAB, TRANSITION)
     if states.leaves != 0:
         _store_state(S, states.exit + SLAB * (64 * DIM))

@@ -9,14 +9,24 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gdncp_kernels.hopper.common import add, reinterpret
 from gdncp_kernels.hopper.partitions import load_partition, score_partition, state_partition
-from gdncp_kernels.hopper.ring import LOCAL_STATE, OUTPUTS, TRANSITION, Checkpoints, Item, Ring, States
+from gdncp_kernels.hopper.ring import (
+    LOCAL_STATE,
+    OUTPUTS,
+    TRANSITION,
+    Checkpoints,
+    Item,
+    Ring,
+    States,
+    num_stages,
+    num_tiles,
+)
 
-# By head dim: ring stages, and registers of a state, a score and a load thread.  One CTA of 128 fills an SM, 2 · 208 +
-# 72 + 24 <= 512.  Of 64 an SM has room for two, in registers, 2 · (160 + 56 + 24) <= 512, and in shared memory, 2 · 94
-# KiB.  With fewer than 208, or 160, for the state ptxas waits for every wgmma before it issues the next.
+# By head dim: registers of a state, a score and a load thread.  One CTA of 128 fills an SM, 2 · 208 + 72 + 24 <= 512.
+# Of 64 an SM has room for two, in registers, 2 · (160 + 56 + 24) <= 512, and in shared memory, 2 · 99 KiB.  With fewer
+# than 208, or 160, for the state ptxas waits for every wgmma before it issues the next.
 RESOURCES = {
-    128: {"STAGES": 3, "STATE_REGISTERS": 208, "SCORE_REGISTERS": 72, "LOAD_REGISTERS": 24},
-    64: {"STAGES": 2, "STATE_REGISTERS": 160, "SCORE_REGISTERS": 56, "LOAD_REGISTERS": 24},
+    128: {"STATE_REGISTERS": 208, "SCORE_REGISTERS": 72, "LOAD_REGISTERS": 24},
+    64: {"STATE_REGISTERS": 160, "SCORE_REGISTERS": 56, "LOAD_REGISTERS": 24},
 }
 REGISTER_CAPS: dict[int, dict[str, int]] = {128: {}, 64: {"maxnreg": 80}}  # a thread at launch; else all of the SM's
 GROWTH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -123,7 +133,6 @@ def recurrence_kernel(
     WITH_MAPS: gl.constexpr,
     WITH_OUTPUTS: gl.constexpr,
     L2NORM: gl.constexpr,
-    STAGES: gl.constexpr,
     STATE_REGISTERS: gl.constexpr,
     SCORE_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
@@ -211,9 +220,8 @@ def recurrence_kernel(
     flat: gl.constexpr = gl.NVMMASharedLayout(0, 32)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     signal: gl.constexpr = mbarrier.MBarrierLayout()
-    keys = gl.allocate_shared_memory(dtype, [STAGES, 64, DIM], tile)
-    values = gl.allocate_shared_memory(dtype, [STAGES, 64, DIM], tile)
-    solves = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], tile)
+    STAGES: gl.constexpr = num_stages(DIM, TRANSITION)  # no kind has more
+    tiles = gl.allocate_shared_memory(dtype, [num_tiles(DIM), 64, DIM], tile)
     gate_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 256], flat)
     gates = reinterpret(gate_tiles, gl.float32, [STAGES, 256], plain)
     if L2NORM:
@@ -223,17 +231,13 @@ def recurrence_kernel(
         key_tiles = gate_tiles
         key_scales = gates
     if WITH_OUTPUTS:
-        queries = gl.allocate_shared_memory(dtype, [STAGES, 64, DIM], tile)
-        scores = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], tile)
         staged = gl.allocate_shared_memory(dtype, [SLABS, 64, 64], tile)
-        query_scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], plain)
+        query_scales = gl.allocate_shared_memory(gl.float32, [2 * num_stages(DIM, OUTPUTS), 64], plain)
     else:
-        queries = keys
-        scores = solves
-        staged = solves
+        staged = tiles
         query_scales = gates
     if WITH_MAPS:
-        factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], plain)
+        factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], plain) if DIM == 64 else gates
         carry = gl.allocate_shared_memory(gl.float32, [STAGES, 2], plain)
     else:
         factors = gates
@@ -244,22 +248,18 @@ def recurrence_kernel(
     clean = gl.allocate_shared_memory(gl.int64, [1], signal)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=SLABS + 1)
+        mbarrier.init(empty.index(s), count=SLABS)
         mbarrier.init(scored.index(s), count=1)
     mbarrier.init(clean, count=1)
 
     # fp16 has no room for a state that is not multiplied at once
     LEAST_GAMMA: gl.constexpr = 9.313225746154785e-10 if dtype == gl.bfloat16 else 1.0  # 2⁻³⁰
     ring = Ring(
-        queries,
-        keys,
-        values,
-        solves,
+        tiles,
         gates,
         key_scales,
         gate_tiles,
         key_tiles,
-        scores,
         query_scales,
         factors,
         carry,
@@ -268,7 +268,6 @@ def recurrence_kernel(
         empty,
         scored,
         clean,
-        STAGES,
         L2NORM,
         LEAST_GAMMA,
     )
@@ -292,7 +291,10 @@ def recurrence_kernel(
                     (ring, scanned_item, states, inner, output_map, output, output_row, 1, WITH_MAPS, WITH_OUTPUTS),
                 ),
                 (score_partition, (ring, scanned_item, WITH_MAPS, WITH_OUTPUTS)),
-                (load_partition, (ring, scanned_item, maps, entry, key_entry, HQ, HK, HV)),
+                (
+                    load_partition,
+                    (ring, scanned_item, maps, entry, key_entry, HQ, HK, HV, WITH_MAPS, WITH_OUTPUTS),
+                ),
             ],
             [4, 4, 1],
             [STATE_REGISTERS, SCORE_REGISTERS, LOAD_REGISTERS],
@@ -305,7 +307,10 @@ def recurrence_kernel(
                     (ring, scanned_item, states, inner, output_map, output, output_row, 0, WITH_MAPS, WITH_OUTPUTS),
                 ),
                 (score_partition, (ring, scanned_item, WITH_MAPS, WITH_OUTPUTS)),
-                (load_partition, (ring, scanned_item, maps, entry, key_entry, HQ, HK, HV)),
+                (
+                    load_partition,
+                    (ring, scanned_item, maps, entry, key_entry, HQ, HK, HV, WITH_MAPS, WITH_OUTPUTS),
+                ),
             ],
             [4, 1],
             [SCORE_REGISTERS, LOAD_REGISTERS],  # STATE_REGISTERS is what is left

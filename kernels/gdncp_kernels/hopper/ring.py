@@ -1,6 +1,15 @@
-"""What the warps of the recurrent kernel are given: shared memory, the item, states and checkpoints."""
+"""What the warps of the recurrent kernel are given: shared memory, the item, states and checkpoints.
 
-# mypy: disable-error-code="valid-type"
+Ring stage s of a CTA holds chunk i = s mod its number of stages.  A stage is some of the pool `tiles` [·, 64, DIM], in
+this order, and a kind of work takes as many as it reads:
+
+    keys · T and P · values · queries        with head dim 128, where T and P [64, 64] share a tile
+    keys · T · values · queries · P          with head dim 64
+
+What scans leave out gives them more stages, which they need: the score warpgroup works on T before they use it.
+"""
+
+# mypy: disable-error-code="valid-type,attr-defined"
 # (an aggregate's annotations are Gluon's types of values, which mypy takes for variables)
 
 from triton.experimental import gluon
@@ -12,47 +21,59 @@ OUTPUTS = gl.constexpr(0)
 LOCAL_STATE = gl.constexpr(1)
 TRANSITION = gl.constexpr(2)
 
+
+@gluon.constexpr_function
+def num_tiles(DIM):
+    return 12 if DIM == 128 else 10
+
+
+@gluon.constexpr_function
+def tiles_in_stage(DIM, KIND):
+    if KIND == OUTPUTS:
+        return 4 if DIM == 128 else 5
+    return 3 if KIND == LOCAL_STATE else 2
+
+
+@gluon.constexpr_function
+def num_stages(DIM, KIND):
+    return num_tiles(DIM) // tiles_in_stage(DIM, KIND)
+
+
 _Memory = gl.shared_memory_descriptor
 _Optional = gl.tensor | gl.constexpr  # a pointer, or None
 
 
 @aggregate
 class Ring:
-    """Shared memory, by stage; what a launch does without stands for something else, and is not used."""
+    """Shared memory; what a launch does without stands for something else, and is not used.
 
-    queries: _Memory  # [STAGES, 64, DIM]
-    keys: _Memory  # [STAGES, 64, DIM]
-    values: _Memory  # [STAGES, 64, DIM]
-    solves: _Memory  # [STAGES, 64, 64]
-    gates: _Memory  # [STAGES, NUM_GATES · 64] fp32
-    key_scales: _Memory  # [STAGES, 64] fp32, with L2 norm
+    MOST: stages of the kind that has most.
+    """
+
+    tiles: _Memory  # [num_tiles, 64, DIM]
+    gates: _Memory  # [MOST, NUM_GATES · 64] fp32
+    key_scales: _Memory  # [MOST, 64] fp32, with L2 norm
     gate_tiles: _Memory  # the last two once more, as the copy engine sees them
     key_tiles: _Memory
-    scores: _Memory  # [STAGES, 64, 64]: P
-    query_scales: _Memory  # [2 · STAGES, 64] fp32, with L2 norm: see `_query_scale`
-    factors: _Memory  # [2 · STAGES, 64] fp32: a scan's from_start and to_end, see `_factors`
-    carry: _Memory  # [STAGES, 2] fp32
+    query_scales: _Memory  # [2 · stages of OUTPUTS, 64] fp32, with L2 norm: see `_query_scale`
+    factors: _Memory  # [2 · MOST, 64] fp32: a scan's from_start and to_end, see `scans.make_factors`
+    carry: _Memory  # [MOST, 2] fp32, of a scan
     staged: _Memory  # [DIM / 64, 64, 64]: outputs on their way
     full: _Memory
     empty: _Memory
     scored: _Memory
     clean: _Memory
-    STAGES: gl.constexpr
     L2NORM: gl.constexpr
     LEAST_GAMMA: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self,
-        queries,
-        keys,
-        values,
-        solves,
+        tiles,
         gates,
         key_scales,
         gate_tiles,
         key_tiles,
-        scores,
         query_scales,
         factors,
         carry,
@@ -61,19 +82,14 @@ class Ring:
         empty,
         scored,
         clean,
-        STAGES,
         L2NORM,
         LEAST_GAMMA,
     ):
-        self.queries = queries
-        self.keys = keys
-        self.values = values
-        self.solves = solves
+        self.tiles = tiles
         self.gates = gates
         self.key_scales = key_scales
         self.gate_tiles = gate_tiles
         self.key_tiles = key_tiles
-        self.scores = scores
         self.query_scales = query_scales
         self.factors = factors
         self.carry = carry
@@ -82,9 +98,45 @@ class Ring:
         self.empty = empty
         self.scored = scored
         self.clean = clean
-        self.STAGES = gl.constexpr(STAGES)
         self.L2NORM = gl.constexpr(L2NORM)
         self.LEAST_GAMMA = gl.constexpr(LEAST_GAMMA)
+
+    @gluon.jit
+    def _tile(self, s, which: gl.constexpr, KIND: gl.constexpr):
+        return self.tiles.index(s * tiles_in_stage(self.tiles.shape[2], KIND) + which)
+
+    @gluon.jit
+    def keys(self, s, KIND: gl.constexpr):
+        """[64, DIM]"""
+        return self._tile(s, 0, KIND)
+
+    @gluon.jit
+    def solve(self, s, KIND: gl.constexpr):
+        """T [64, 64]; in a scan with head dim 128 what the score warpgroup makes of it."""
+        return self._tile(s, 1, KIND).slice(0, 64, 1)
+
+    @gluon.jit
+    def pair(self, s, KIND: gl.constexpr):
+        """`solve`, then `scores`, [64, 128]; with head dim 128."""
+        return self._tile(s, 1, KIND)
+
+    @gluon.jit
+    def scores(self, s, KIND: gl.constexpr):
+        """P [64, 64]; in a scan with head dim 128 what values are multiplied with."""
+        if self.tiles.shape[2] == 128:
+            return self._tile(s, 1, KIND).slice(64, 64, 1)
+        else:
+            return self._tile(s, 4, KIND)
+
+    @gluon.jit
+    def values(self, s, KIND: gl.constexpr):
+        """[64, DIM], unless TRANSITION."""
+        return self._tile(s, 2, KIND)
+
+    @gluon.jit
+    def queries(self, s, KIND: gl.constexpr):
+        """[64, DIM], of OUTPUTS."""
+        return self._tile(s, 3, KIND)
 
 
 @aggregate
