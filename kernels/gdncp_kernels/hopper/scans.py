@@ -120,8 +120,8 @@ def _from_values(ring, item, i, SLAB: gl.constexpr, KIND: gl.constexpr):
 
 @gluon.jit
 def _scan_with_scaled(S, ring, item, SLAB: gl.constexpr, KIND: gl.constexpr):
-    """The values' product is a chunk ahead: it runs while N is rounded.  The barriers by which a stage is given back run
-    beside the next chunk's U."""
+    """The values' product is a chunk ahead: it runs while N is rounded.  The barriers by which a stage is given back
+    run beside the next chunk's U."""
     STAGES: gl.constexpr = num_stages(128, KIND)
     STATE: gl.constexpr = state_layout(128)
     WITH_VALUES: gl.constexpr = KIND == LOCAL_STATE
