@@ -3,11 +3,11 @@
     python bench/sweep_cp_chunk_len.py > sweep.jsonl                             # the shapes of the peers-h200 preset
     python bench/sweep_cp_chunk_len.py --shapes 32768x1:16/32 --grids auto 6592 5632+6784 --stages
 
-A grid is CP_CHUNK_LEN, FIRST+CP_CHUNK_LEN, or "auto", the planner's choice; left out, the grids that the cost model
-thinks near the best.  Gates are of 1, and with half-lives log-spaced from 4 to 16384 tokens over the heads.  One JSON
-line a grid: a call's ms by replay of a CUDA graph over rotated input sets (on a CPU, of the call), the predicted ms,
-and the error against the unsplit run; above the tolerance there is no time.  Then, on stderr, how far behind the best
-the planner's choice is.  Profiles to refit are in `gdncp/plan/machines/`.
+A grid is CP_CHUNK_LEN, FIRST+CP_CHUNK_LEN, or "auto", the planner's choice; left out, that and the grids that the cost
+model thinks near the best for any of the gates.  Gates are of 1, and with half-lives log-spaced from 4 to 16384 tokens
+over the heads.  One JSON line a grid: a call's ms by replay of a CUDA graph over rotated input sets (on a CPU, of the
+call), the predicted ms, and the error against the unsplit run; above the tolerance there is no time.  Then, on stderr,
+how far behind the best the planner's choice is.  Profiles to refit are in `gdncp/plan/machines/`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from gdncp.plan.choose import typical_half_lives
 from gdncp.plan.layout import Grid
 
 TOLERANCE = 8e-3  # relative L2 of the worst head: two bf16 runs that round differently are up to 5e-3 apart
-NEAR = 1.25  # grids that are predicted to take up to so many times the least are tried
 COUNTS = 10  # of CP chunks, at most
 RATIOS = (0.6, 0.75, 0.9, 1.0, 1.1, 1.25)  # of first CP chunks to the others
 NUM_SETS, ROUNDS, STAGE_CALLS = 3, 15, 11
@@ -67,8 +66,11 @@ def unsplit(case: Case) -> Grid:
     return Grid(whole, whole)
 
 
-def grids_near_the_best(case: Case) -> list[Grid]:
-    """By predicted time: grids of equal CP chunks, and for some of their counts with first ones of other lengths."""
+def grids_near_the_best(case: Case, near: float) -> list[Grid]:
+    """Grids of equal CP chunks, and for some of their counts with first ones of other lengths.
+
+    near: times the least predicted time that a grid may take.
+    """
     whole = unsplit(case).length
 
     def of(count: int, ratio: float) -> Grid:
@@ -80,10 +82,10 @@ def grids_near_the_best(case: Case) -> list[Grid]:
 
     equal = {count: seconds(of(count, 1.0)) for count in range(1, min(128, whole // 256) + 1)}
     least = min(equal.values())
-    counts = [count for count in sorted(equal, key=lambda c: equal[c]) if equal[count] <= NEAR * least][:COUNTS]
+    counts = [count for count in sorted(equal, key=lambda c: equal[c]) if equal[count] <= near * least][:COUNTS]
     found = {of(count, ratio) for count in counts for ratio in RATIOS if count > 1} | {unsplit(case)}
     usable = [grid for grid in found if min(grid) >= 256 or grid == unsplit(case)]
-    return sorted((grid for grid in usable if seconds(grid) <= NEAR * least), key=lambda grid: (seconds(grid), grid))
+    return sorted((grid for grid in usable if seconds(grid) <= near * least), key=lambda grid: (seconds(grid), grid))
 
 
 def parse_grid(text: str, case: Case) -> Grid:
@@ -186,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", default=PRESETS["peers-h200"].shapes)
     parser.add_argument("--gates", nargs="+", choices=tuple(GATES), default=COMPARED)
     parser.add_argument("--grids", nargs="+", help="auto, CP_CHUNK_LEN or FIRST+CP_CHUNK_LEN")
+    parser.add_argument("--near", type=float, default=1.25, help="times the least predicted time, of grids left out")
     parser.add_argument("--backend", default="hopper")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--head-dim", type=int, default=128)
@@ -194,10 +197,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda, and torch sees no GPU")
     for shape in args.shapes:
-        for gates in args.gates:
-            case = Case(Shape.parse(shape, args.head_dim), gates, torch.bfloat16, torch.device(args.device))
-            chosen = parse_grid("auto", case)
-            grids = [parse_grid(text, case) for text in args.grids or ()] or [chosen, *grids_near_the_best(case)]
+        cases = [
+            Case(Shape.parse(shape, args.head_dim), gates, torch.bfloat16, torch.device(args.device))
+            for gates in args.gates
+        ]
+        chosen = parse_grid("auto", cases[0])
+        grids = [parse_grid(text, cases[0]) for text in args.grids or ()]
+        grids = grids or [chosen, *(grid for case in cases for grid in grids_near_the_best(case, args.near))]
+        for case in cases:
             rows = []
             for row in sweep(case, list(dict.fromkeys(grids)), args.backend, args.stages):
                 print(json.dumps(row), flush=True)
