@@ -210,10 +210,10 @@ def test_on_one_gpu_the_choice_is_near_the_best_of_a_sweep(tokens: int, sequence
 
 
 def test_first_cp_chunks_even_out_stage_2() -> None:
-    # three middle CP chunks of 64 heads' worth of N and M on 100 SMs, two rounds; 32 openings on the others
+    # three middle CP chunks of 64 heads' worth of N and M on 100 SMs, a round of each; 32 openings on the others
     plan = plan_prefill([32768], head_half_lives=[math.inf] * 32, profile="h200", **LAYER)
     first, middle = plan.cp_chunks[0].num_tokens, plan.cp_chunks[1].num_tokens
-    assert first * H200.tile_prefill_s == pytest.approx(2 * middle * H200.tile_m_s, rel=0.05)
+    assert first * H200.tile_prefill_s == pytest.approx(middle * (H200.tile_n_s + H200.tile_m_s), rel=0.05)
     # heads that forget leave nothing beside the openings: now these must not be long
     forgets = plan_prefill([32768], head_half_lives=[4.0] * 32, opens=True, profile="h200", **LAYER)
     assert forgets.first_cp_chunk_len < 0.8 * forgets.cp_chunk_len
