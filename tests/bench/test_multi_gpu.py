@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gdncp.bench import report
 from gdncp.bench.cases import Case, Shape
-from gdncp.bench.multi_gpu import checks, merge, page, peers, times, trace
+from gdncp.bench.multi_gpu import checks, killed, merge, page, peers, times, trace
 from gdncp.bench.multi_gpu.book import Book
 from gdncp.bench.multi_gpu.ours import Planned
 from gdncp.bench.multi_gpu.presets import PRESETS
@@ -78,6 +78,11 @@ def _out_of_time(rank: int, folder: Path) -> None:
     book = Book("times", folder, ranks)
     times.run(book, PRESETS["tiny"])
     book.end()
+
+
+def test_a_kernels_assertion_is_told_without_the_folder_of_its_source():
+    said = "kernels/mailboxes.py:179: block: [1,0,0] Assertion `a peer failed` failed."
+    assert killed.assertions(["a line", f"/some/where/{said}"]) == [said.removeprefix("kernels/")]
 
 
 def test_what_there_is_no_time_for_is_said(tmp_path):

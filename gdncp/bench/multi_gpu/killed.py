@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -71,6 +72,11 @@ def run(folder: Path, world_size: int, backend: str, preset: str, budget: float)
     return 1 if found["failures"] else 0
 
 
+def assertions(lines: Sequence[str]) -> list[str]:
+    """Of kernels; without the folder of the source."""
+    return [re.sub(r"^\S*/", "", line) for line in lines if "Assertion" in line]
+
+
 class Processes:
     """Processes that prefill over and over; their output goes to files."""
 
@@ -116,7 +122,7 @@ class Processes:
         row = {"rank": rank, "exit_code": self._ranks[rank].poll(), "ended_after_s": ended and round(ended, 2)}
         raised = [json.loads(line) for line in lines if line.startswith('{"raised"')]
         if raised:
-            words = [*[line for line in lines if "Assertion" in line][:1], raised[0]["raised"]]  # a kernel's first
+            words = [*assertions(lines)[:1], raised[0]["raised"]]  # a kernel's first
             return row | {"seconds": round(raised[0]["at"] - killed, 2), "said": " ".join(words), "raised": True}
         telling = [line for line in lines if any(word in line for word in TELLING)]
         said = " ".join(telling[:3])[:1500] or f"nothing within {END_LIMIT:.0f} s"

@@ -124,7 +124,7 @@ def score_partition(ring, item, WITH_MAPS: gl.constexpr, WITH_OUTPUTS: gl.conste
 def _prepare(ring, item, KIND: gl.constexpr):
     """Zeroes the tail, and of every chunk makes P, or what a scan multiplies with.
 
-    They need no barrier of its own against being overwritten: `full` follows `empty` of the chunk that used it.
+    They need no barrier of their own against being overwritten: `full` follows `empty` of the chunk that used it.
     """
     DIM: gl.constexpr = ring.tiles.shape[2]
     STAGES: gl.constexpr = num_stages(DIM, KIND)
