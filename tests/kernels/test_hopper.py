@@ -107,6 +107,19 @@ def test_scale_and_alike_keys(dtype, dim):
 @hopper_only
 @both_dims
 @both_dtypes
+def test_l2_norm_of_keys_of_zeros_and_of_any_length(dtype, dim):
+    inputs = make_inputs(1500, gates="weak", l2norm=True, dtype=dtype, dim=dim)
+    lengths = torch.logspace(-3, 3, 1500)[torch.randperm(1500, generator=torch.Generator().manual_seed(3))]
+    lengths[::50] = 0
+    k = torch.nn.functional.normalize(inputs.k.float(), dim=-1) * lengths[:, None, None]
+    inputs, initial = replace(inputs, k=k.to(dtype)), driver.make_state(1, inputs)
+    result = driver.run(on_gpu(inputs), [1500], 256, initial.cuda(), backend=HopperBackend())
+    assert_matches_oracle(result, inputs, [1500], initial, ALLOWED[dtype])
+
+
+@hopper_only
+@both_dims
+@both_dtypes
 @pytest.mark.parametrize("l2norm", [False, True], ids=["raw", "l2norm"])
 def test_checkpoints_anywhere(l2norm, dtype, dim):
     lens = [300, 0, 64, 129]

@@ -45,7 +45,7 @@ from gdncp_kernels.hopper.common import (
     zero_tail,
 )
 from gdncp_kernels.hopper.ring import LOCAL_STATE, OUTPUTS, TRANSITION, num_stages
-from gdncp_kernels.hopper.scans import make_factors, scale_solve, scan
+from gdncp_kernels.hopper.scans import make_factors, makes_x, scale_solve, scan
 
 M32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 C32 = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])))
@@ -142,7 +142,7 @@ def _prepare(ring, item, KIND: gl.constexpr):
                 mbarrier.arrive(ring.clean, count=1)
         if KIND == OUTPUTS:
             _make_scores(ring, item, s)
-        elif DIM == 128:
+        elif makes_x(DIM, ring.tiles.dtype, ring.L2NORM):
             gamma = scale_solve(ring, s, gamma, KIND)
         else:
             gamma = make_factors(ring, s, gamma)

@@ -20,6 +20,7 @@ from gdncp_kernels.hopper.ring import (
     num_stages,
     num_tiles,
 )
+from gdncp_kernels.hopper.scans import makes_x
 
 # By head dim: registers of a state, a score and a load thread.  One CTA of 128 fills an SM, 2 · 208 + 72 + 24 <= 512.
 # Of 64 an SM has room for two, in registers, 2 · (160 + 56 + 24) <= 512, and in shared memory, 2 · 99 KiB.  With fewer
@@ -237,7 +238,10 @@ def recurrence_kernel(
         staged = tiles
         query_scales = gates
     if WITH_MAPS:
-        factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], plain) if DIM == 64 else gates
+        if makes_x(DIM, dtype, L2NORM):
+            factors = gates
+        else:
+            factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], plain)
         carry = gl.allocate_shared_memory(gl.float32, [STAGES, 2], plain)
     else:
         factors = gates

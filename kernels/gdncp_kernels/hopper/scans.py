@@ -8,7 +8,9 @@ With head dim 128 that is all that is between the products.  Of T the score warp
 
     N = Vᵀ Yᵀ + U Xᵀ      X = −diag(to_end) T diag(β from_start)      Y = diag(to_end) T diag(β)
 
-With head dim 64 the rounding of X would cost too much accuracy: it makes the factors of each token alone.
+With head dim 64 the rounding of X would cost too much accuracy: it makes the factors of each token alone.  So it does
+with L2 norm in fp16: X has the norms' factors twice, 10⁶ for a key of zeros, which fp16 has no room for, and 10⁻⁶ for
+one of length 1000.
 """
 
 from triton.experimental import gluon
@@ -30,6 +32,11 @@ from gdncp_kernels.hopper.common import (
 from gdncp_kernels.hopper.ring import LOCAL_STATE, TRANSITION, num_stages
 
 TOKENS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.constexpr_function
+def makes_x(DIM, dtype, L2NORM):
+    return DIM == 128 and not (L2NORM and dtype == gl.float16)
 
 
 @gluon.jit
@@ -92,7 +99,7 @@ def scale_solve(ring, s, gamma, KIND: gl.constexpr):
 @gluon.jit
 def scan(S, ring, item, SLAB: gl.constexpr, KIND: gl.constexpr):
     """The state after all chunks, nothing else."""
-    if ring.tiles.shape[2] == 128:
+    if makes_x(ring.tiles.shape[2], ring.tiles.dtype, ring.L2NORM):
         return _scan_with_scaled(S, ring, item, SLAB, KIND)
     else:
         return _scan_with_factors(S, ring, item, SLAB, KIND)
