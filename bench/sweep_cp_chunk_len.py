@@ -194,6 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--stages", action="store_true", help="time and predict each stage, too")
     args = parser.parse_args(arguments)
+    if not args.near >= 1:
+        parser.error(f"--near must be at least 1, got {args.near}")
     if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda, and torch sees no GPU")
     for shape in args.shapes:

@@ -112,7 +112,7 @@ class Ring:
 
     @gluon.jit
     def solve(self, s, KIND: gl.constexpr):
-        """T [64, 64]; in a scan that `scans.makes_x` X."""
+        """T [64, 64]; X in its place where `scans.makes_x`."""
         return self._tile(s, 1, KIND).slice(0, 64, 1)
 
     @gluon.jit
@@ -122,7 +122,7 @@ class Ring:
 
     @gluon.jit
     def scores(self, s, KIND: gl.constexpr):
-        """P [64, 64]; in a scan that `scans.makes_x` Y."""
+        """P [64, 64]; Y where `scans.makes_x`."""
         if self.tiles.shape[2] == 128:
             return self._tile(s, 1, KIND).slice(64, 64, 1)
         else:
