@@ -152,7 +152,7 @@ class PrefillResult:
 
     output: torch.Tensor  # [T, H, V], this rank's tokens, dtype of q
     final_state: torch.Tensor | None  # [N, H, V, K], or the state pool
-    checkpoints: torch.Tensor | None  # [rows of this rank, H, V, K]
+    checkpoints: torch.Tensor | None  # [rows of this rank, H, V, K]; None where it has none and was given no buffer
     fixup: collectives.FixupStats  # what this rank sent and received in stage 3
     entry: EntryStates | None  # maps, entry states and inputs, for reports: only where `keep_entry` asked for them
     timer: StageTimer

@@ -4,7 +4,8 @@
     python -m gdncp.bench --preset peers-h200 --out results --time-budget 400
     python -m gdncp.bench --shapes 32768x1:16/32 8192x4:16/64 --gates one --engines hopper flashinfer
 
-First the results are held against a float64 reference: what is wrong gets no time.  Writes bench.json and bench.md.
+First the results are held against a float64 reference: what is wrong gets no time.  With --out it writes
+bench.json and bench.md.
 Exit codes: 0 all of ours ran and were right, 1 one was not or the device was lost, 2 the command line is wrong.
 """
 
