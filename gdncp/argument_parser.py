@@ -47,6 +47,12 @@ def lanes(text: str) -> int | None:
     return int(text)
 
 
+def sequences(text: str) -> tuple[int, int] | None:
+    """(tokens, how many) of "4096", "128K", "1M" or "128x20", 20 of 128 tokens; None: it is none of these."""
+    match = re.fullmatch(r"(\d+)([KM]?)(?:x(\d+))?", text, re.ASCII)
+    return match and (int(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2]], int(match[3] or 1))
+
+
 def write_file(path: Path, text: str, option: str) -> None:
     """The file that an option names.  Raises ValueError, naming the option, where it cannot be written."""
     from gdncp import store  # imports torch

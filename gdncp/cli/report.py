@@ -104,12 +104,13 @@ def _forgotten(forgetting: dict[str, Any]) -> str:
 def stage_table(report: dict[str, Any]) -> Table:
     """Per rank and stage the measured seconds and what the rank sent; below, the slowest beside the prediction."""
     stages, sent = report["stages"], report["sent"]
-    table = _table("rank", *COLUMNS, "sent")
+    carriers = {by for by, messages in zip(sent["transport"], sent["messages_sent"], strict=True) if messages}
+    table = _table("rank", *COLUMNS, "sent" + (f" by {' or '.join(sorted(carriers))}" if carriers else ""))
     totals = stages["total"]["measured_seconds"]
     shown = sorted(range(len(totals)), key=lambda rank: -totals[rank])[:MOST_ROWS]
     for rank in sorted(shown):
         messages, size = sent["messages_sent"][rank], sent["bytes_sent"][rank]
-        traffic = f"{messages} x, {in_bytes(size)} by {sent['transport'][rank]}" if messages else "nothing"
+        traffic = f"{messages} x, {in_bytes(size)}" if messages else "nothing"
         table.add_row(str(rank), *(seconds(stages[s]["measured_seconds"][rank]) for s in COLUMNS), traffic)
     table.add_section()
     if len(totals) > 1:

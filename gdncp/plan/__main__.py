@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 from rich.console import Console
 
-from gdncp.argument_parser import Parser, as_options, lanes, output_files, write_file
+from gdncp.argument_parser import Parser, as_options, lanes, output_files, sequences, write_file
 from gdncp.plan import PROFILES, PrefillPlan, find_profile, plan_prefill, terminal
 from gdncp.plan.svg import svg
 
@@ -36,7 +36,9 @@ MOST_RANKS = 4096
 def parser() -> Parser:
     p = Parser("python -m gdncp.plan", __doc__)
     lengths = p.add_mutually_exclusive_group(required=True)
-    lengths.add_argument("--seq-lens", nargs="+", help="tokens of each sequence; 128x20: 20 sequences of 128")
+    lengths.add_argument(
+        "--seq-lens", nargs="+", help="tokens of each sequence, as 4096, 128K or 1M; 128x20: 20 sequences of 128"
+    )
     lengths.add_argument("--seq-lens-file", type=Path, help="a file of the same, parted by blanks, commas or lines")
     p.add_argument("--world-size", type=int, default=1)
     p.add_argument("--ownership", default="contiguous", help="contiguous, zigzag, or JSON: [[[start, stop], ...], ...]")
@@ -75,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p.error(as_options(str(error), args.heads))
     console = Console(highlight=False)
     terminal.show(plan, console, width or (console.width if console.is_terminal else LOG_WIDTH))
+    for path in files.values():
+        print(f"written: {path}", file=sys.stderr)
     return 0
 
 
@@ -118,13 +122,15 @@ def _seq_lens(words: Sequence[str] | None, file: Path | None) -> list[int]:
             raise ValueError(f"{name}: {error}") from None
     lengths: list[int] = []
     for word in words or ():
-        match = re.fullmatch(r"(\d+)(?:x(\d+))?", word, re.ASCII)
-        if not match:
-            raise ValueError(f"{name} must be numbers of tokens, as 4096, or 128x20 for 20 sequences, got {word!r}")
-        times = int(match[2] or 1)
+        found = sequences(word)
+        if found is None:
+            raise ValueError(
+                f"{name} must be numbers of tokens, as 4096, 128K or 1M, or 128x20 for 20 sequences, got {word!r}"
+            )
+        tokens, times = found
         if len(lengths) + times > MOST_SEQUENCES:
             raise ValueError(f"{name} must be at most {MOST_SEQUENCES:,} sequences, got {word!r}")
-        lengths += [int(match[1])] * times
+        lengths += [tokens] * times
     if not lengths:
         raise ValueError(f"{name} must name at least one sequence, got none")
     return lengths

@@ -28,7 +28,7 @@ if __name__ == "__main__":
 from rich.console import Console
 from rich.table import Table
 
-from gdncp.argument_parser import Parser, as_options, lanes, output_files, write_file
+from gdncp.argument_parser import Parser, as_options, lanes, output_files, sequences, write_file
 from gdncp.plan import LINKS, PROFILES, PrefillPlan, find_profile, plan_prefill
 from gdncp.plan.checks import FINISHES, FIXUPS, LANES_BY, OWNERSHIPS, word
 from gdncp.simulate import report, tables
@@ -225,10 +225,11 @@ def parse_batch(text: str) -> list[int]:
     """1M: one sequence; 4096x16,100: seventeen."""
     lengths: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)([KM]?)(?:x(\d+))?", part, re.ASCII)
-        if not match:
+        found = sequences(part)
+        if found is None:
             raise ValueError(f"--seq-lens must be tokens, as 4096, 128K, 1M or 4096x16,100, got {text!r}")
-        lengths += [int(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2]]] * int(match[3] or 1)
+        tokens, times = found
+        lengths += [tokens] * times
     if not sum(lengths):
         raise ValueError(f"--seq-lens must have tokens, got {text!r}")
     return lengths

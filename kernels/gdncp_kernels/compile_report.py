@@ -98,7 +98,8 @@ class Compiled:
         if r is not None:
             mma = " ".join(f"{count} {what}" for what, count in sorted(r.mma.items())) or "no mma"
             figures = f" {r.registers:4} registers {r.spill_bytes:5} B spilled {r.shared_bytes:7} B shared  {mma:16}"
-        fails = f"  FAILS: {'; '.join(self.problems)}" if self.problems else ""
+        verdict = "FAILS" if cannot_run(self) else "SLOW"
+        fails = f"  {verdict}: {'; '.join(self.problems)}" if self.problems else ""
         return f"{name}{figures}  {self.call}{fails}"
 
 

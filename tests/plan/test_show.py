@@ -230,7 +230,7 @@ def test_arguments_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: 
     out = tmp_path / "new" / "plan.json"
     text = run(
         capsys,
-        *("--seq-lens", "4096", "300", "0", "128x20", "--world-size", "4", "--ownership", "zigzag"),
+        *("--seq-lens", "4K", "300", "0", "128x20", "--world-size", "4", "--ownership", "zigzag"),
         *("--heads", "8/16", "--head-dim", "64", "--cp-chunk-len", "256", "--first-cp-chunk-len", "512"),
         *("--lanes-per-rank", "2", "--fixup", "chain", "--profile", "h200", "--head-half-lives", "4:16384"),
         *("--checkpoint-every-n-tokens", "512", "--require-reproducible", "--forget-below", "0.001"),
