@@ -14,8 +14,8 @@ from itertools import accumulate, combinations_with_replacement, pairwise
 
 from gdncp.plan import cost
 from gdncp.plan.checks import CHUNK
-from gdncp.plan.layout import Grid
-from gdncp.plan.stage_model import Kind, StageModel, kinds_of_run
+from gdncp.plan.layout import Grid, contiguous_cuts
+from gdncp.plan.stage_model import Kind, StageModel, StageSeconds, kinds_of_run
 
 FEW = 16  # sequences: so many are costed by the schedule of their units, more by the sums of their work
 _NEAR = 0.015  # of a rank's share: a cut so far from a sequence's end moves there
@@ -43,18 +43,25 @@ class Balance:
     ) -> None:
         self._starts, self._world_size, self._grid, self._model = seq_starts, world_size, grid, model
         self._points = points or grid
+        self._ends = frozenset(seq_starts)
         self._fixup_seconds = fixup_seconds or (lambda load: 0.0)
         self._exact = len(seq_starts) - 1 <= FEW
         self._totals: dict[tuple[int, ...], float] = {}
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
+        self._stages: dict[tuple[tuple[Kind, int], ...], StageSeconds] = {}
         self._works: dict[Kind, tuple[float, float]] = {}
-        self._spans: dict[int, tuple[int, float, float]] = {}  # of sequences of so many tokens
         works: dict[int, tuple[float, float]] = {}  # of sequences of so many chunks
         for start, stop in pairwise(seq_starts):
             if (chunks := _chunks(stop - start)) not in works:
-                works[chunks] = self._work(start, stop)
+                works[chunks] = self._work(start, stop, start, stop)
         each = [works[_chunks(stop - start)] for start, stop in pairwise(seq_starts)]
+        self._whole = {chunks: before + after for chunks, (before, after) in works.items()}
+        self._first = self._work_of(Kind(_chunks(grid.first), True, False))
+        self._middle = self._work_of(Kind(_chunks(grid.length), False, False))
+        self._cells = self._points.length // grid.length  # between two places for a cut
+        self._to_first, self._to_next = (self._work_of_cells(self._cells, own) for own in (self._first, self._middle))
         self._cumulative = [list(accumulate(column, initial=0.0)) for column in zip(*each, strict=True)]
+        self._work_before = [a + b for a, b in zip(*self._cumulative, strict=True)]
 
     def cuts(self, *, refined: bool = True) -> Cuts:
         """The best found: of least predicted time; of equals, the one that cuts fewer sequences.
@@ -63,15 +70,17 @@ class Balance:
         """
         if self._world_size == 1:
             return [0, self._starts[-1]]
-        best = min(self._snapped(_NEAR), self._equal(), key=self._order)
-        whole = self._snapped(math.inf)
-        if self._least_of_whole(whole) <= _SURELY * self.seconds(best):
-            best = min(best, whole, key=self._order)
+        best, equal = self._snapped(_NEAR), [*contiguous_cuts(self._starts, self._world_size, self._points)]
+        if equal != best:
+            best = self._best([best, equal])
+        longest, most = max(self._whole.values()), _SURELY * self.seconds(best) * self._model.profile.workers
+        if longest <= most and self._least_of_whole(whole := self._snapped(math.inf)) <= most:
+            best = self._best([best, whole])
         if self._exact and refined and self._world_size <= _MOST_REFINED and not self._least(best):
             found = self._all()  # of few, some share the work less evenly and save more of the exchange
             if not (found or self._even(best)):
                 found = [self._improved(best, 0.0)]
-            best = min([best, *found], key=self._order)
+            best = self._best([best, *found])
         # ranks without tokens come last: those that exchange states are near each other
         filled = list(dict.fromkeys(best))
         return filled + [best[-1]] * (len(best) - len(filled))
@@ -88,8 +97,9 @@ class Balance:
         before = after = alone = 0.0
         for start, stop in pairwise(cuts):
             own = self._rank_seconds(start, stop)
-            if start < stop and (self._splits(start) or self._splits(stop)):
-                before, after = max(before, own[0]), max(after, own[1])
+            if start < stop and not (start in self._ends and stop in self._ends):
+                before = max(before, own[0])
+                after = max(after, own[1])
             else:
                 alone = max(alone, sum(own))
         return max(before + self._fixup_seconds(load) + after, alone) if load.num_hops else alone
@@ -109,49 +119,40 @@ class Balance:
         return seconds * (len(cuts) - 1) <= (1 + _EVEN) * sum(each)
 
     def _least_of_whole(self, cuts: Cuts) -> float:
-        """What the fullest rank takes at least, with cuts where sequences end: its work, all workers busy."""
+        """Worker-seconds of the fullest rank, with cuts where sequences end."""
         at = [bisect_left(self._starts, cut) for cut in cuts]
         before, after = ([column[i] for i in at] for column in self._cumulative)
         works = (b - a + d - c for (a, b), (c, d) in zip(pairwise(before), pairwise(after), strict=True))
-        return max(works) / self._model.profile.workers
+        return max(works)
 
-    def _order(self, cuts: Cuts) -> tuple[float, int, int]:
-        """Less is better: seconds, to three digits; then sequences that are cut; then how unevenly tokens lie."""
-        split = {self._sequence(cut) for cut in cuts if self._splits(cut)}
-        uneven = sum((stop - start) ** 2 for start, stop in pairwise(cuts))
-        return float(f"{self.seconds(cuts):.3g}"), len(split), uneven
+    def _best(self, ways: Sequence[Cuts]) -> Cuts:
+        """Of least seconds, to three digits; then of fewest sequences that are cut; then of the most even tokens."""
+        seconds = [float(f"{self.seconds(cuts):.3g}") for cuts in ways]
+        least = min(seconds)
+        equal = [cuts for cuts, own in zip(ways, seconds, strict=True) if own == least]
+        return equal[0] if len(equal) == 1 else min(equal, key=self._order)
+
+    def _order(self, cuts: Cuts) -> tuple[int, int]:
+        split = {self._sequence(cut) for cut in cuts if cut not in self._ends}
+        return len(split), sum((stop - start) ** 2 for start, stop in pairwise(cuts))
 
     # ---- where cuts may be
 
-    def _splits(self, cut: int) -> bool:
-        return self._starts[bisect_left(self._starts, cut)] != cut
-
     def _sequence(self, token: int) -> int:
         """The sequence of a token, or the last one for the end."""
-        return min(bisect_right(self._starts, token), len(self._starts) - 1) - 1
-
-    def _equal(self) -> Cuts:
-        """Near-equal numbers of tokens."""
-        total, world = self._starts[-1], self._world_size
-        return [0, *(self._nearest(rank * total // world) for rank in range(1, world)), total]
-
-    def _nearest(self, token: int) -> int:
-        """The grid point nearest to a token; of two the lower one."""
-        sequence = self._sequence(token)
-        start, stop = self._starts[sequence], self._starts[sequence + 1]
-        cell = self._points.cell(token - start)
-        low, high = start + self._points.start(cell), min(start + self._points.start(cell + 1), stop)
-        return low if token - low <= high - token else high
+        return bisect_right(self._starts, token, 0, len(self._starts) - 1) - 1
 
     def _snapped(self, near: float) -> Cuts:
         """Near-equal work, cut where sequences end if that is within `near` of a rank's share, else on the grid."""
-        totals = [a + b for a, b in zip(*self._cumulative, strict=True)]
+        totals = self._work_before
         share = totals[-1] / self._world_size
         cuts = [0]
         for rank in range(1, self._world_size):
             wanted = rank * share
             after = min(bisect_left(totals, wanted), len(totals) - 1)
-            ends = min((after - 1, after), key=lambda i: abs(totals[i] - wanted)) if after else 0
+            ends = after
+            if after and abs(totals[after - 1] - wanted) <= abs(totals[after] - wanted):
+                ends = after - 1
             if abs(totals[ends] - wanted) <= near * share:
                 cut = self._starts[ends]
             else:
@@ -162,24 +163,25 @@ class Balance:
     def _inside(self, sequence: int, work: float) -> int:
         """The grid point of a sequence that has nearest to so much work before it."""
         start, stop = self._starts[sequence], self._starts[sequence + 1]
-        points = self._points
-        if stop - start not in self._spans:
-            self._spans[stop - start] = self._cells_work(start, stop)
-        count, first, each = self._spans[stop - start]
+        last = self._points.count(stop - start) - 1
         cell = 0  # the last one that begins with no more work before it
-        if count > 1 and work >= first:
-            cell = min(1 + int((work - first) / each), count - 1) if each else count - 1
-        below, above = (min(start + points.start(n), stop) for n in (cell, cell + 1))
-        lower, upper = (sum(self._work(start, cut)) for cut in (below, above))
-        return below if work - lower <= upper - work else above
+        if last and work >= self._to_first:
+            cell = min(1 + int((work - self._to_first) / self._to_next), last) if last > 1 and self._to_next else last
+        lower = self._work_of_cells(cell * self._cells, self._first)
+        if cell < last:
+            upper = self._work_of_cells((cell + 1) * self._cells, self._first)
+        else:
+            upper = self._whole[_chunks(stop - start)]
+        if work - lower > upper - work:
+            cell += 1
+        return min(start + self._points.start(cell), stop)
 
-    def _cells_work(self, start: int, stop: int) -> tuple[int, float, float]:
-        """Of a sequence: places to cut before its end, one more; work of the first cell, and of each but the last."""
-        points = self._points
-        count = points.count(stop - start)
-        first = sum(self._work(start, start + points.start(1))) if count > 1 else 0.0
-        each = sum(self._work(start + points.start(1), start + points.start(2))) if count > 2 else 0.0
-        return count, first, each
+    def _work_of_cells(self, cells: int, first: tuple[float, float]) -> float:
+        """Work of so many whole cells of the grid, of which the first takes so long; none is a sequence's last."""
+        if cells < 2:
+            return cells * (first[0] + first[1])
+        between, (before, after) = cells - 2, self._middle  # added up as `_work` does
+        return (first[0] + between * before + before) + (first[1] + between * after + after)
 
     def _all(self) -> list[Cuts]:
         """Every way to cut, or nothing where that is too many."""
@@ -195,8 +197,8 @@ class Balance:
     def _beside(self, cut: int, step: int, near: float) -> int | None:
         """The next place for a cut, up or down; of whole sequences alone where `near` is infinite."""
         i = bisect_left(self._starts, cut)
-        if near or not self._splits(cut):
-            here = i + step if not self._splits(cut) else i - (step < 0)
+        if near or cut in self._ends:
+            here = i + step if cut in self._ends else i - (step < 0)
             while 0 < here < len(self._starts) - 1 and self._starts[here] == cut:  # empty sequences
                 here += step
             if not 0 <= here < len(self._starts):
@@ -248,20 +250,24 @@ class Balance:
 
     def _schedule(self, start: int, stop: int) -> tuple[float, float]:
         """The folds of sequences that cross no rank among stages 1 and 2."""
-        kinds: dict[Kind, int] = {}
+        kinds: tuple[tuple[Kind, int], ...] = ()
         depth = maps = 0
         token = start
         while token < stop:
             sequence = self._sequence(token)
             seq_start, seq_stop = self._starts[sequence], self._starts[sequence + 1]
             end = min(seq_stop, stop)
-            for kind, count in kinds_of_run(self._grid, token - seq_start, end - seq_start, seq_stop - seq_start):
-                kinds[kind] = kinds.get(kind, 0) + count
+            kinds += kinds_of_run(self._grid, token - seq_start, end - seq_start, seq_stop - seq_start)
             if token == seq_start and end == seq_stop:
                 inside = self._grid.count(seq_stop - seq_start) - 1
                 depth, maps = max(depth, inside), maps + inside
             token = end
-        t, mn, prefill = self._model.seconds(kinds)
+        if kinds not in self._stages:  # most ranks are like others
+            counts: dict[Kind, int] = {}
+            for kind, count in kinds:
+                counts[kind] = counts.get(kind, 0) + count
+            self._stages[kinds] = self._model.seconds(counts)
+        t, mn, prefill = self._stages[kinds]
         fold = 0.0
         if maps:
             model = self._model
@@ -271,30 +277,30 @@ class Balance:
     def _before(self, token: int) -> tuple[float, float]:
         """Work of all tokens before this one."""
         sequence = self._sequence(token)
-        own = self._work(self._starts[sequence], token)
+        begin, end = self._starts[sequence], self._starts[sequence + 1]
+        own = self._work(begin, end, begin, token)
         return self._cumulative[0][sequence] + own[0], self._cumulative[1][sequence] + own[1]
 
-    def _work(self, start: int, stop: int) -> tuple[float, float]:
-        """Worker-seconds of stages 1 and 2, and of stage 4, of a run of one sequence on the grid."""
+    def _work(self, begin: int, end: int, start: int, stop: int) -> tuple[float, float]:
+        """Worker-seconds of stages 1 and 2, and of stage 4, of the run [start, stop) of the sequence [begin, end)."""
         before = after = 0.0
-        if start < stop:
-            for kind, count in self._kinds(self._sequence(start), start, stop):
-                if kind not in self._works:
-                    self._works[kind] = self._model.work(kind)
-                own = self._works[kind]
-                before, after = before + count * own[0], after + count * own[1]
+        for kind, count in kinds_of_run(self._grid, start - begin, stop - begin, end - begin):
+            own = self._work_of(kind)
+            before += count * own[0]
+            after += count * own[1]
         return before, after
 
-    def _kinds(self, sequence: int, start: int, stop: int) -> tuple[tuple[Kind, int], ...]:
-        begin, end = self._starts[sequence], self._starts[sequence + 1]
-        return kinds_of_run(self._grid, start - begin, stop - begin, end - begin)
+    def _work_of(self, kind: Kind) -> tuple[float, float]:
+        if kind not in self._works:
+            self._works[kind] = self._model.work(kind)
+        return self._works[kind]
 
     def _load(self, cuts: Cuts) -> cost.FixupLoad:
         """What crosses: a rank's run can go on elsewhere with its last sequence alone."""
         hops = most_hops = depth = num_maps = most_maps = 0
         before = -1
         for start, stop in pairwise(cuts):
-            if start == stop or not self._splits(stop):
+            if start == stop or stop in self._ends:
                 continue
             sequence = self._sequence(stop)
             seq_start = self._starts[sequence]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,9 +11,9 @@ import numpy as np
 
 from gdncp.plan.columns import Segments
 from gdncp.plan.layout import num_spans
-from gdncp.plan.overlap import Run, prefill_beside
+from gdncp.plan.overlap import prefill_beside
 from gdncp.plan.profiles import CostProfile
-from gdncp.plan.stage_model import Kind, StageModel, kinds_of_run
+from gdncp.plan.stage_model import StageModel
 
 if TYPE_CHECKING:
     from gdncp.plan.prefill_plan import PrefillPlan
@@ -350,35 +349,6 @@ def total_seconds(plan: PrefillPlan, head_half_lives: Sequence[float] | None) ->
             model = replace(plan, head_half_lives=half_lives).stage_model
         known[half_lives] = max(map(sum, zip(*predict(plan, model).values(), strict=True)))
     return known[half_lives]
-
-
-class RankWork(NamedTuple):
-    """What a rank has to do, whatever the gates."""
-
-    runs: list[Run]
-    kinds: Counter[Kind]
-    local: list[int]  # of runs that it folds by itself, the maps
-    takes_part: bool  # in the exchange
-
-
-def rank_work(plan: PrefillPlan) -> list[RankWork]:
-    """Per rank."""
-    starts, grid = plan.seq_starts, plan.grid
-    beside = plan.finish == "entry_late"  # then all segments are also folded without the exchange, beside it
-    works = [RankWork([], Counter(), [], False) for _ in range(plan.world_size)]
-    for segment in plan.segments:
-        begin, end = starts[segment.sequence], starts[segment.sequence + 1]
-        work = works[segment.rank]
-        kinds = kinds_of_run(grid, segment.start - begin, segment.stop - begin, end - begin)
-        work.runs.append(Run(segment.previous is None, kinds))
-        for kind, count in kinds:
-            work.kinds[kind] += count
-        apart = segment.previous is None and segment.next is None
-        if beside or apart:
-            work.local.append(segment.num_items - 1)
-        if not (apart or work.takes_part):
-            works[segment.rank] = work._replace(takes_part=True)
-    return works
 
 
 def predict(plan: PrefillPlan, model: StageModel) -> dict[str, tuple[float, ...]]:

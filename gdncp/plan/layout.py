@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ class Grid(NamedTuple):
 
     def cell(self, position: int) -> int:
         """The cell that holds the token at `position`."""
-        return max((position - self.first) // self.length + 1, 0)
+        return (position - self.first) // self.length + 1 if position >= self.first else 0
 
     def start(self, cell: int) -> int:
         return self.first + (cell - 1) * self.length if cell else 0
@@ -72,7 +73,8 @@ def sequence_starts(seq_lens: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(seq_lens, initial=0))
 
 
-def contiguous_cuts(seq_starts: Sequence[int], world_size: int, grid: Grid) -> list[int]:
+@lru_cache(1 << 8)  # models are compared on one grid
+def contiguous_cuts(seq_starts: tuple[int, ...], world_size: int, grid: Grid) -> tuple[int, ...]:
     """World size + 1 bounds: near-equal shares of the packed tokens, snapped to the nearest grid point (ties: low)."""
     num_tokens = seq_starts[-1]
     cuts = [0]
@@ -86,7 +88,7 @@ def contiguous_cuts(seq_starts: Sequence[int], world_size: int, grid: Grid) -> l
         cell = grid.cell(ideal - start)
         low, high = start + grid.start(cell), min(start + grid.start(cell + 1), stop)
         cuts.append(low if ideal - low <= high - ideal else high)
-    return [*cuts, num_tokens]
+    return (*cuts, num_tokens)
 
 
 def zigzag_parts(chunks: int, world_size: int) -> list[tuple[int, int, int]]:

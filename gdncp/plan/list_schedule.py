@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-import heapq
 import math
+from collections.abc import Iterable
+from functools import lru_cache
+from heapq import heapify, heappush, heapreplace
+
+Units = tuple[int, float]  # how many, and seconds of each; plain tuples, as a plan takes tens of thousands
+Launch = tuple[tuple[tuple[Units, ...], int], ...]  # units in order, and how often they come one after the other
+
+
+def in_order(launch: Launch) -> list[Units]:
+    return [each for units, times in launch for each in units * times]
 
 
 class Workers:
@@ -16,26 +25,28 @@ class Workers:
     @property
     def finish(self) -> float:
         """When the last unit ends."""
-        return max(time for time, _ in self._free)
+        return max(self._free)[0]
 
     def wait_until(self, time: float) -> None:
         """No worker starts anything before."""
         self._free = [(max(free, time), count) for free, count in self._free]
-        heapq.heapify(self._free)
+        heapify(self._free)
 
-    def run(self, units: int, seconds: float) -> None:
-        """Give out `units` units of `seconds` each."""
-        if units > 2 * self._count and seconds > 0:
-            units = self._run_below(units, seconds)
-        free = self._free
-        while units > 0:
-            time, count = free[0]
-            if count > units:
-                heapq.heapreplace(free, (time, count - units))
-                heapq.heappush(free, (time + seconds, units))
-                return
-            units -= count
-            heapq.heapreplace(free, (time + seconds, count))
+    def run(self, units: Iterable[Units]) -> None:
+        """Give out units in order."""
+        free, many = self._free, 2 * self._count
+        for left, seconds in units:
+            if left > many and seconds > 0:
+                left = self._run_below(left, seconds)
+                free = self._free
+            while left > 0:
+                time, count = free[0]
+                if count > left:
+                    free[0] = (time, count - left)  # still the least
+                    heappush(free, (time + seconds, left))
+                    break
+                left -= count
+                heapreplace(free, (time + seconds, count))
 
     def _run_below(self, units: int, seconds: float) -> int:
         """Give out all units that start before a time before which at most `units` start; how many are left.
@@ -56,6 +67,14 @@ class Workers:
             rounds = max(math.ceil((level - time) / seconds - 1e-9), 0)
             units -= rounds * count
             moved.append((time + rounds * seconds, count))
-        heapq.heapify(moved)
+        heapify(moved)
         self._free = moved
         return units
+
+
+@lru_cache(1 << 11)  # stage 4 is the same whatever the gates, and stage 2 of most ranks whether or not sequences open
+def finish(count: int, launch: Launch) -> float:
+    """When so many workers are done."""
+    workers = Workers(count)
+    workers.run(in_order(launch))
+    return workers.finish

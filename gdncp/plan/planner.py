@@ -9,6 +9,7 @@ from functools import cache, partial
 from gdncp.plan import checks, choose, compose, cost, layout
 from gdncp.plan.balance import Balance
 from gdncp.plan.columns import Runs, Segments, contiguous_runs, explicit_runs, zigzag_runs
+from gdncp.plan.grid_search import GridSearch
 from gdncp.plan.known import known
 from gdncp.plan.lanes import choose_lanes
 from gdncp.plan.prefill_plan import PrefillPlan
@@ -123,6 +124,7 @@ def plan_prefill(
 
     seq_starts = layout.sequence_starts(lengths)
     is_free = cp_chunk_len is None and not require_reproducible and isinstance(ownership, str)
+    given_span = fold_span or 1
     gates: list[Sequence[float] | None] = [head_half_lives]  # that the layer may have
     if head_half_lives is None and forget_below != 0:
         gates.append(choose.typical_half_lives(max(heads)))
@@ -142,7 +144,8 @@ def plan_prefill(
         assert not isinstance(ownership, str)
         return explicit_runs(ownership)
 
-    def on_grid(grid: layout.Grid, requested: int | None, opens: bool, fold_span: int = fold_span or 1) -> PrefillPlan:
+    @cache
+    def on_grid(grid: layout.Grid, requested: int | None, opens: bool, fold_span: int) -> PrefillPlan:
         spans = grid.span(fold_span)
         runs = own(grid, spans, requested, opens)
         pieces = Segments.build(seq_starts, runs, world_size, grid, spans)
@@ -202,7 +205,7 @@ def plan_prefill(
             plan = choose.choose_plan(plan, late, gates)
         if is_free:
             for length in choose.finer(late):  # less waits for the exchange
-                late = on_grid(layout.Grid(length, length), None, plan.opens)
+                late = on_grid(layout.Grid(length, length), None, plan.opens, given_span)
                 if choose.leaves_workers(late):
                     plan = choose.choose_plan(plan, with_late(late), gates)
         return plan
@@ -223,31 +226,29 @@ def plan_prefill(
         length = checks.cp_chunk_len(cp_chunk_len)
         first = length if first_cp_chunk_len is None else first_cp_chunk_len
         grid = layout.Grid(checks.cp_chunk_len(first, "first_cp_chunk_len"), length)
-        return with_lanes(finished(on_grid(grid, length, opens is not False)))
+        return with_lanes(finished(on_grid(grid, length, opens is not False, given_span)))
     if first_cp_chunk_len is not None:
         raise ValueError(f"first_cp_chunk_len must be None where cp_chunk_len is, got {first_cp_chunk_len!r}")
 
     if not any(lengths):
-        return with_lanes(finished(on_grid(layout.Grid(checks.CHUNK, checks.CHUNK), None, opens is not False)))
+        grid = layout.Grid(checks.CHUNK, checks.CHUNK)
+        return with_lanes(finished(on_grid(grid, None, opens is not False, given_span)))
 
-    @cache
-    def search(spans: bool) -> choose.GridSearch:
-        return choose.GridSearch(
-            lengths,
-            world_size,
-            ownership,
-            model(True, head_half_lives),
-            lanes_per_rank=lanes if lanes_by == "cp_chunks" else 1,
-            fixup=fixup,
-            require_reproducible=require_reproducible,
-            spans=spans,
-        )
+    search = GridSearch(
+        lengths,
+        world_size,
+        ownership,
+        model(True, head_half_lives),
+        lanes_per_rank=lanes if lanes_by == "cp_chunks" else 1,
+        fixup=fixup,
+        require_reproducible=require_reproducible,
+    )
 
     def chosen(opens: bool) -> PrefillPlan:
         models = [model(opens, half_lives) for half_lives in gates]
-        plan = on_grid(search(False).best(models), None, opens)
+        plan = on_grid(search.best(models), None, opens, given_span)
         if is_free and fold_span is None and len(plan.pieces) <= _MOST_COMPARED and compose.may_compose(plan):
-            for grid in dict.fromkeys((plan.grid, search(True).best(models))):
+            for grid in dict.fromkeys((plan.grid, search.best(models, spans=True))):
                 plan = compose.choose_span(plan, partial(on_grid, grid, None, opens), gates)
         return plan
 

@@ -12,6 +12,7 @@ from gdncp.plan import cost, layout
 from gdncp.plan.columns import Runs, Segments
 from gdncp.plan.model import CpChunk, RankPlan, Segment
 from gdncp.plan.profiles import CostProfile
+from gdncp.plan.rank_work import RankWork, rank_work
 from gdncp.plan.stage_model import StageModel, model_of
 
 PLAN_FORMAT = 2  # part of the digest: raise it whenever the same inputs begin to give other tables
@@ -235,9 +236,9 @@ class PrefillPlan:
         return cost.predict(self, self.stage_model)
 
     @cached_property
-    def rank_work(self) -> list[cost.RankWork]:
+    def rank_work(self) -> list[RankWork]:
         """Per rank, what predictions are made of."""
-        return cost.rank_work(self)
+        return rank_work(self)
 
     @cached_property
     def total_seconds(self) -> dict[tuple[float, ...] | None, float]:

@@ -29,7 +29,6 @@ from gdncp.plan import PrefillPlan
 from gdncp.plan.cost import copy_seconds, fold_seconds, load_of, mail_seconds, span_launches, span_start
 from gdncp.plan.overlap import EXCHANGE_WORKERS
 from gdncp.plan.profiles import CostProfile
-from gdncp.plan.stage_model import Units
 from gdncp.simulate.engine import Event, Process
 from gdncp.simulate.gpu import NORMAL
 from gdncp.simulate.machine import Machine, Message
@@ -110,7 +109,7 @@ class Rank:
         seconds = fold_seconds(profile, steps, maps, heads, plan.head_dim, alone)
         # a program per head and 16 rows of V, as long as there are workers
         programs = min(-(-int(heads * len(runs) * plan.head_dim) // FOLD_ROWS), profile.workers)
-        return self.machine.gpus[self.rank].launch([Units(programs, seconds)], self._priority)
+        return self.machine.gpus[self.rank].launch([(programs, seconds)], self._priority)
 
     def fold_inside(self, links: Iterable[Link]) -> Event:
         return self.fold(range(link.starts, link.num_maps - (link.next_rank is not None)) for link in links)
@@ -121,7 +120,7 @@ class Rank:
         seconds = copy_seconds(
             profile, num_maps, self.num_heads if heads is None else heads, self.plan.head_dim, launches
         )
-        units = [Units(profile.workers, seconds)] if num_maps and heads != 0 else []
+        units = [(profile.workers, seconds)] if num_maps and heads != 0 else []
         return self.machine.gpus[self.rank].launch(units, self._priority)
 
     def compose(self) -> Process:

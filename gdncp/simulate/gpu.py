@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import count
 
-from gdncp.plan.stage_model import Units
+from gdncp.plan.list_schedule import Units
 from gdncp.simulate.engine import Engine, Event
 
 HIGH, NORMAL = 0, 1  # priorities of streams
@@ -18,8 +18,8 @@ class _Launch:
 
     def __init__(self, units: Sequence[Units], holds: bool) -> None:
         self.holds = holds  # workers, until they are released
-        self.groups = [unit for unit in units if unit.number][::-1]  # the next one last
-        self.left = self.groups[-1].number  # of that group
+        self.groups = [(number, seconds) for number, seconds in units if number][::-1]  # the next one last
+        self.left, _ = self.groups[-1]  # of that group
         self.running = 0
         self.done = Event()
 
@@ -45,7 +45,7 @@ class Gpu:
 
     def use(self, seconds: float, priority: int = NORMAL) -> Event:
         """The end of something that takes so long on all workers."""
-        return self.launch([Units(self._workers, seconds)], priority)
+        return self.launch([(self._workers, seconds)], priority)
 
     def launch(self, units: Sequence[Units], priority: int = NORMAL) -> Event:
         """The end of the last of these units, which start in order."""
@@ -53,7 +53,7 @@ class Gpu:
 
     def hold(self, workers: int) -> Event:
         """When so many workers have been taken from the units, until `release`; a message of NCCL is such a kernel."""
-        return self._enqueue([Units(workers, 0.0)], HIGH, holds=True)
+        return self._enqueue([(workers, 0.0)], HIGH, holds=True)
 
     def release(self, workers: int) -> None:
         self._free += workers
@@ -70,13 +70,13 @@ class Gpu:
     def _dispatch(self) -> None:
         while self._free and self._queue:
             launch = self._queue[0][2]
-            seconds, taken = launch.groups[-1].seconds, min(self._free, launch.left)
+            (_, seconds), taken = launch.groups[-1], min(self._free, launch.left)
             self._free -= taken
             launch.left -= taken
             if not launch.left:
                 launch.groups.pop()
                 if launch.groups:
-                    launch.left = launch.groups[-1].number
+                    launch.left, _ = launch.groups[-1]
                 else:
                     heapq.heappop(self._queue)
             if not launch.holds:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from gdncp.plan import PrefillPlan
 from gdncp.plan.checks import CHUNK
+from gdncp.plan.list_schedule import Units
 from gdncp.plan.model import CpChunk
-from gdncp.plan.stage_model import Kind, Units
+from gdncp.plan.stage_model import Kind
 
 Launch = Sequence[Units]
 Kinds = frozenset[tuple[Kind, int]]
@@ -85,9 +86,9 @@ class GroupWork:
             return Launches((), (), ())
         if self._plan.lanes_per_rank == 1:  # nothing runs beside: the schedule is known
             _, mn, prefill = model.seconds(kinds)
-            maps = [Units(workers, mn - model.profile.launch_s)] if maps else []
-            prefills = [Units(workers, prefill - model.profile.launch_s)]
-        tiles = [Units(workers, t - model.profile.launch_s)]
+            maps = [(workers, mn - model.profile.launch_s)] if maps else []
+            prefills = [(workers, prefill - model.profile.launch_s)]
+        tiles = [(workers, t - model.profile.launch_s)]
         return Launches((tiles,), (maps,) if maps else (), (prefills,))
 
 

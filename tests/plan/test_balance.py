@@ -12,8 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gdncp.plan import PROFILES, PrefillPlan, plan_prefill
-from gdncp.plan.balance import FEW
+from gdncp.plan.balance import FEW, Balance
 from gdncp.plan.choose import typical_half_lives
+from gdncp.plan.layout import Grid
+from gdncp.plan.stage_model import model_of
 from gdncp.simulate.gates import half_lives
 
 LAYER = {"num_q_heads": 16, "num_k_heads": 16, "num_v_heads": 32, "profile": "h200", "finish": "entry_first"}
@@ -162,3 +164,30 @@ def test_cuts_that_are_uneven_keep_the_bits() -> None:
     for gates in GATES.values():
         plan = plan_prefill([100_000, 20_000], world_size=4, head_half_lives=gates, fixup="chain", **LAYER)
         assert plan.reproducible and math.isfinite(slowest(plan))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.sampled_from([*GATES]),
+    st.booleans(),
+)
+def test_whole_cells_take_what_a_run_of_them_takes(
+    first: int, length: int, span: int, cells: int, gates: str, opens: bool
+) -> None:
+    """... to the last bit, as plans must not depend on which of the two is asked."""
+    half_lives = None if GATES[gates] is None else tuple(GATES[gates])
+    grid = Grid(64 * first, 64 * length)
+    tokens = grid.start(span * (cells + 1)) + 100
+    balance = Balance(
+        (0, tokens), 2, grid, model_of(PROFILES["h200"], opens, 32, 16, 128, half_lives, None), None, grid.span(span)
+    )
+    for n in range(cells + 1):
+        cut = grid.span(span).start(n)
+        assert balance._work_of_cells(n * span, balance._first) == sum(balance._work(0, tokens, 0, cut))
+        if n:
+            after = sum(balance._work(0, tokens, grid.start(span), grid.start(span * (n + 1))))
+            assert balance._work_of_cells(n * span, balance._middle) == after

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdncp.plan import PROFILES, plan_prefill
-from gdncp.plan.list_schedule import Workers
+from gdncp.plan.list_schedule import Launch, Workers, finish
 from gdncp.plan.stage_model import Kind, StageModel
 
 H200 = PROFILES["h200"]
@@ -48,8 +48,7 @@ batches = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 400).map(lambda 
 @given(st.integers(1, 12), batches)
 def test_equal_units_at_a_time_are_units_one_by_one(num_workers: int, units: list[tuple[int, float]]) -> None:
     workers = Workers(num_workers)
-    for count, seconds in units:
-        workers.run(count, seconds)
+    workers.run(units)
     free = sorted(time for time, count in workers._free for _ in range(count))
     assert free == pytest.approx(one_by_one(num_workers, units))
     assert workers.finish == free[-1]
@@ -57,9 +56,18 @@ def test_equal_units_at_a_time_are_units_one_by_one(num_workers: int, units: lis
 
 def test_a_million_units_are_a_few_steps() -> None:
     workers = Workers(132)
-    workers.run(1, 5.0)
-    workers.run(10**9, 1e-6)
+    workers.run([(1, 5.0), (10**9, 1e-6)])
     assert len(workers._free) <= 132 and workers.finish == pytest.approx((5 + 1000) / 132, rel=1e-6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 12), st.lists(st.tuples(batches.map(tuple), st.integers(1, 4)), max_size=3).map(tuple))
+def test_what_is_launched_several_times_is_in_order(num_workers: int, launch: Launch) -> None:
+    workers = Workers(num_workers)
+    for units, times in launch:
+        for _ in range(times):
+            workers.run(units)
+    assert finish(num_workers, launch) == workers.finish
 
 
 def seconds(model: StageModel, kinds: dict[tuple[int, tuple[bool, bool]], int]) -> tuple[float, ...]:

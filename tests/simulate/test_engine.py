@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from gdncp.plan import PROFILES
-from gdncp.plan.stage_model import Units
 from gdncp.simulate.engine import Engine, Event, Process, Resource
 from gdncp.simulate.gpu import HIGH, NORMAL, Gpu
 from gdncp.simulate.machine import Link, Machine, parse_link, with_topology
@@ -50,9 +49,9 @@ def test_workers_take_units_of_streams_of_high_priority_first() -> None:
             then()
 
     # six units on four workers are two rounds; of the second the last unit goes beside
-    engine.start(process("first", 0.0, lambda: gpu.launch([Units(4, 3.0), Units(2, 3.0)], NORMAL)))
-    engine.start(process("second", 0.0, lambda: gpu.launch([Units(2, 5.0)], NORMAL)))
-    engine.start(process("urgent", 1.0, lambda: gpu.launch([Units(1, 1.0)], HIGH)))  # interrupts nothing: from 3 on
+    engine.start(process("first", 0.0, lambda: gpu.launch([(4, 3.0), (2, 3.0)], NORMAL)))
+    engine.start(process("second", 0.0, lambda: gpu.launch([(2, 5.0)], NORMAL)))
+    engine.start(process("urgent", 1.0, lambda: gpu.launch([(1, 1.0)], HIGH)))  # interrupts nothing: from 3 on
     engine.start(process("message", 2.0, lambda: gpu.hold(2), lambda: gpu.release(2)))  # and this from 3, two workers
     engine.start(process("last", 2.0, lambda: gpu.use(1.0)))  # on all four
     engine.run()
