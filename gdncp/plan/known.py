@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,7 +21,8 @@ def known(plan: Callable[P, R], most: int = MOST) -> Callable[P, R]:
     Lengths are compared, not hashed, which is quicker, with those of the last few calls that look alike.  What cannot
     be a key (explicit ownership in lists) and what a file says is planned anew.
     """
-    plans: OrderedDict[Hashable, list[tuple[Any, Any, bool, R]]] = OrderedDict()
+    plans: OrderedDict[Hashable, list[_Known[R]]] = OrderedDict()
+    anew: Callable[..., R] = plan
 
     @wraps(plan)
     def remembered(*args: P.args, **words: P.kwargs) -> R:
@@ -32,15 +34,17 @@ def known(plan: Callable[P, R], most: int = MOST) -> Callable[P, R]:
             alike = plans.get(key)
         except TypeError:  # not hashable
             return plan(*args, **words)
-        for given, same, plain, result in alike or ():
-            if same is lengths or (same == lengths and (given is lengths or _same_types(same, lengths, plain))):
-                return result
-        result = plan(*args, **words)
+        for one in alike or ():
+            if one.same is lengths or (one.given is lengths and one.same == lengths):
+                return one.result
+        same = lengths.copy() if type(lengths) is list else lengths  # a list may change from here on
+        for one in alike or ():
+            if one.same == same and _same_types(one.same, same, one.plain):
+                one.given, one.same = lengths, same  # a step's list comes once a layer
+                return one.result
+        result = anew(same, **words)
         alike = plans.setdefault(key, [])
-        plain = all(type(n) is int and n > 1 for n in lengths)
-        # A list may change.  One that comes again, and is equal, has had its types looked at; where its ints were
-        # replaced by floats that equal them, in place, that goes unseen, and it gets the plan of the ints.
-        alike.append((lengths, lengths.copy() if type(lengths) is list else lengths, plain, result))
+        alike.append(_Known(lengths, same, all(type(n) is int and n > 1 for n in same), result))
         del alike[:-_ALIKE]
         plans.move_to_end(key)
         if len(plans) > most:
@@ -51,6 +55,20 @@ def known(plan: Callable[P, R], most: int = MOST) -> Callable[P, R]:
 
 
 _ALIKE = 4  # batches that differ inside alone
+
+
+@dataclass(slots=True)
+class _Known(Generic[R]):
+    """A result and the lengths that it was last given for.
+
+    A list may change, so it is compared whenever it comes.  One that comes again has had its types looked at: where its
+    ints were replaced by floats that equal them, in place, that goes unseen, and it gets the plan of the ints.
+    """
+
+    given: Any
+    same: Any  # the same, or where that is a list, a copy; of the very ints, which are compared at a glance
+    plain: bool  # see `_same_types`
+    result: R
 
 
 def _same_types(known: Any, given: Any, plain: bool) -> bool:

@@ -25,6 +25,32 @@ def test_the_same_arguments_give_the_plan_that_was_made() -> None:
     assert plan_prefill([1000, 0, 70], world_size=2, head_half_lives=[6.0] * 4, **LAYER).head_half_lives == (6.0,) * 4
 
 
+def test_a_list_that_equals_a_known_one_may_change_too() -> None:
+    """... and both are known again where they are what they were."""
+    first = [1000, 300, 70, 2000, 20, 100]  # the ends and the middle are part of the key
+    plan = plan_prefill(first, **LAYER)
+    second = [int(str(n)) for n in first]
+    for lengths in (second, second, first, second):
+        assert plan_prefill(lengths, **LAYER) is plan
+    second[1] = 301
+    assert plan_prefill(second, **LAYER).seq_lens == (1000, 301, 70, 2000, 20, 100)
+    assert plan_prefill(first, **LAYER) is plan
+    second[1], first[1] = 300, 301
+    assert plan_prefill(second, **LAYER) is plan and plan_prefill(first, **LAYER).seq_lens[1] == 301
+
+
+def test_lengths_that_change_while_they_are_planned_are_those_of_the_call() -> None:
+    def plan(lengths: list[int]) -> list[int]:
+        batch[1] += 1  # by another thread
+        return [*lengths]
+
+    batch = [5, 6, 7]
+    remembered = known(plan)
+    assert remembered(batch) == [5, 6, 7] and remembered([5, 6, 7]) == [5, 6, 7]
+    assert batch == [5, 7, 7]
+    assert remembered(batch) == [5, 7, 7]
+
+
 @pytest.mark.parametrize("bad", [{"world_size": True}, {"world_size": 1.0}, {"cp_chunk_len": 64.0}])
 def test_what_is_equal_but_no_int_is_still_refused(bad: dict[str, object]) -> None:
     plan_prefill([1, 1, 1], world_size=1, cp_chunk_len=64, **LAYER)
