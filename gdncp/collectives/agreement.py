@@ -24,7 +24,9 @@ _PEER_MEMORY = "GDNCP_PEER_MEMORY"  # how states travel
 
 # Both die with the group they are keyed on, so a group made later, with the same ranks, starts afresh.
 _side_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
+_agreed: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], None]] = WeakKeyDictionary()  # oldest first
+
+_MOST_AGREED = 4096  # plans and facts that a group keeps; a serving process makes new ones for as long as it lives
 
 
 def agree(group: dist.ProcessGroup | None, payload: T) -> list[T]:
@@ -83,6 +85,7 @@ def compare_digest_once(plan: PrefillPlan, group: dist.ProcessGroup | None = Non
     """Raise ValueError on every rank unless all have this plan, and launch kernels by one table.  All ranks call it.
 
     Asks once per plan, group and facts: what else of the calls must be the same, since it decides what is exchanged.
+    A group keeps the last thousands of agreements; all ranks ask again for an older one.
 
     Ranks that later mix up plans that they agreed on before are not found here; `agree_or_raise` in every call does.
     Does nothing for a plan of one rank without a group, and nothing while a CUDA graph is captured: call it (or run
@@ -91,14 +94,18 @@ def compare_digest_once(plan: PrefillPlan, group: dist.ProcessGroup | None = Non
     if group is None and plan.world_size == 1:
         return
     group = world_group(group)
-    agreed = _agreed.setdefault(group, set())
+    agreed = _agreed.setdefault(group, {})
     key = (plan.digest, *facts.items())
     if key not in agreed and not is_capturing():  # which takes longer to ask than all the rest
         size = dist.get_world_size(group)
         fits = size == plan.world_size
         error = None if fits else f"group has {size} ranks; the plan was made for world_size={plan.world_size}"
         agree_or_raise(group, error, plan.digest, facts)
-        agreed.add(key)
+        # To ask is a collective, so all ranks must keep alike.  They agree on the same in the same order, whatever one
+        # of them looks up in between: the first to go is what was agreed on first, not what was used least recently.
+        agreed[key] = None
+        if len(agreed) > _MOST_AGREED:
+            del agreed[next(iter(agreed))]
 
 
 @cache

@@ -105,6 +105,39 @@ def test_a_plan_is_compared_once_per_group():
     assert run_ranks(_compare_often, 2) == [4, 4]
 
 
+def _keep_few(rank: int) -> tuple[list[tuple[Any, ...]], int]:
+    """What a group keeps of three agreements, and how often ranks were asked."""
+    asked = []
+    real = agreement.agree
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_MOST_AGREED", 2)
+        patch.setattr(agreement, "agree", lambda *args: asked.append(args) or real(*args))
+        group = dist.new_group([0, 1])
+        first, second, third = (make_plan([length], 2) for length in (1004, 1005, 1006))
+        for plan in (first, second):
+            compare_digest_once(plan, group)
+        if rank == 0:
+            compare_digest_once(first, group)  # which takes no peer, as it is known
+        compare_digest_once(third, group)
+        kept = [*agreement._agreed[group]]
+        assert real(group, kept) == [kept, kept]  # or the ranks would wait for each other from here on
+        for plan in (second, third):
+            compare_digest_once(plan, group)
+        assert len(asked) == 3
+        compare_digest_once(first, group)  # asked again, on both
+        kept = [*agreement._agreed[group]]
+        dist.destroy_process_group(group)
+    return kept, len(asked)
+
+
+def test_ranks_forget_the_oldest_agreement_alike():
+    said = run_ranks(_keep_few, 2)
+    assert said[0] == said[1]
+    kept, asked = said[0]
+    assert [digest for digest, *_ in kept] == [make_plan([length], 2).digest for length in (1006, 1004)]
+    assert asked == 4
+
+
 def _compare_different(rank: int, lengths: list[int], world_size: int) -> list[str]:
     said = []
     for _ in range(2):  # what was refused is not remembered as agreed
