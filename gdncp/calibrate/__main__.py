@@ -46,6 +46,7 @@ from gdncp.calibrate.links import SIZES, measure_links
 from gdncp.cli.ranks import Ranks, RunFailure, join
 from gdncp.cli.report import LOG_WIDTH, seconds
 from gdncp.plan import CostProfile, default_profile, find_profile
+from gdncp.plan.profiles import ONE_NODE
 
 TOKENS = {"cuda": 32768, "cpu": 2048}
 REPEATS = {"cuda": 11, "cpu": 5}
@@ -187,8 +188,17 @@ def cost_table(base: CostProfile, profile: CostProfile) -> Table:
     before = base.costs()
     for name, value in profile.costs().items():
         same = value == before[name]
-        table.add_row(name, f"{before[name]:.4g}", "" if same else f"{value:.4g}", style="dim" if same else None)
+        shown = [_shown(name, cost) for cost in (before[name], value)]
+        table.add_row(name, shown[0], "" if same else shown[1], style="dim" if same else None)
     return table
+
+
+def _shown(name: str, cost: Any) -> str:
+    if isinstance(cost, bool):
+        return "yes" if cost else "no"
+    if name == "ranks_per_node" and cost >= ONE_NODE:
+        return "all"
+    return str(cost) if isinstance(cost, int) else f"{cost:.4g}"
 
 
 def _document(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MACHINES = Path(__file__).with_name("machines")
+ONE_NODE = 1 << 30  # ranks of a node, of a machine that is one
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class CostProfile:
     collective_s: float  # starting a collective
     message_s: float  # one message between ranks of a node
     bytes_per_s: float  # of one rank, within a node
-    ranks_per_node: int
+    ranks_per_node: int  # `ONE_NODE`: all, however many
     node_message_s: float  # one message between nodes
     node_peer_s: float  # one more peer of an all-to-all between nodes
     node_bytes_per_s: float  # of one rank, between nodes

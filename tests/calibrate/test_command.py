@@ -28,6 +28,9 @@ def test_a_cpu_is_measured_and_the_profile_is_read_by_name_s_readers(
     for words in ("backend torch", "precompute_mn", "whole call", "tile_prefill_s", "predictions are off by"):
         assert words in said
 
+    rows = {row[0]: row[1:] for row in map(str.split, said.splitlines()) if row}
+    assert rows["ranks_per_node"] == ["all"] and rows["opens"] == ["no"] and rows["workers"] == ["1"]
+
     document = json.loads(file.read_text())
     assert document["name"] == "mine" and "message_s" in document["source"]["not measured"]
     profile = find_profile(str(file))
