@@ -142,7 +142,7 @@ class Segments:
         columns = [own, self.sequence[own], self.rank[own], items, items + self.num_items[own]]
         links = [[None if i < 0 else i for i in link.tolist()] for link in (previous, following)]
         rest = [self.start[own], self.stop[own], chunk, ordinal]
-        with _no_collection():
+        with no_collection():
             fields = [*(c.tolist() for c in columns), *links, *(c.tolist() for c in rest)]
             return tuple(map(Segment._make, zip(*fields, strict=True)))
 
@@ -173,8 +173,8 @@ class Segments:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Making thousands of tuples, of which none is in a cycle, would have the collector walk them time and again."""
+def no_collection() -> Iterator[None]:
+    """Making thousands of tuples, of which few are in a cycle, would have the collector walk them time and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from gdncp.plan import checks, choose, compose, cost, layout
 from gdncp.plan.balance import Balance
-from gdncp.plan.columns import Runs, Segments, contiguous_runs, explicit_runs, zigzag_runs
+from gdncp.plan.columns import Runs, Segments, contiguous_runs, explicit_runs, no_collection, zigzag_runs
 from gdncp.plan.grid_search import GridSearch
 from gdncp.plan.known import known
 from gdncp.plan.lanes import choose_lanes
@@ -20,6 +20,7 @@ _MOST_COMPARED = 1024  # segments: to predict whole plans of more takes longer t
 
 
 @known
+@no_collection()
 def plan_prefill(
     seq_lens: Sequence[int],
     *,
