@@ -52,7 +52,7 @@ VARIABLE = "GDNCP_PEER_MEMORY"
 SETTINGS = {"auto": "between GPUs of one host over NCCL", "0": "never", "1": "or raise"}
 MOST_BYTES = 1 << 28  # of a rank's mailboxes; plans with so many messages that they need more send them by NCCL
 
-CHANNEL_ROWS = 16  # what the fold cuts V at
+CHANNEL_ROWS = 8  # what the fold cuts V at
 PLACE_BYTES = CHANNEL_ROWS * 128 * 4  # of rows of up to 128 fp32: the same for every plan, which may alternate
 PLACES = 2
 

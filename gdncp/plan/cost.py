@@ -143,14 +143,14 @@ def spans_seconds(profile: CostProfile, fold_span: int, num_maps: float, num_hea
     return fold(2 * depth, 2) + fold(depth, 1) + copied
 
 
-MOST_MAIL_BYTES, _PLACES_BYTES = 1 << 28, 16 + 2 * 8192  # as `gdncp.collectives.peer_memory` has them, a channel
+MOST_MAIL_BYTES, _PLACES_BYTES = 1 << 28, 16 + 2 * 4096  # as `gdncp.collectives.peer_memory` has them, a channel
 
 
 def mail_seconds(profile: CostProfile, load: FixupLoad) -> float | None:
     """What a hop takes by mail, one state at a time; None: states go by messages."""
     if not (profile.mail_s and profile.folds_runs and load.by_mail and load.world_size <= profile.ranks_per_node):
         return None
-    channels = max(load.states_per_rank * load.num_heads * (load.head_dim // 16), 1)
+    channels = max(load.states_per_rank * load.num_heads * (load.head_dim // 8), 1)
     if load.world_size * (1 << (channels - 1).bit_length()) * _PLACES_BYTES > MOST_MAIL_BYTES:
         return None
     return profile.mail_s + load.state_bytes / profile.bytes_per_s

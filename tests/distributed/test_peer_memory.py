@@ -185,10 +185,10 @@ def test_only_some_chains_go_by_mail():
     def channels(**more: Any) -> int:
         return peer_memory.channels_of(plan_prefill([1000], **{**words, "fixup": "chain", **more}), 8, 128)
 
-    assert channels(finish="entry_first") == 8 * 8
-    assert channels(finish="entry_first", ownership="zigzag") == 8 * 8  # one message each way
+    assert channels(finish="entry_first") == 8 * 16
+    assert channels(finish="entry_first", ownership="zigzag") == 8 * 16  # one message each way
     assert channels(finish="entry_late") == channels(finish="entry_first", fixup="all_gather") == 0
-    assert channels(finish="entry_first", fold_span=2) == 8 * 8  # states enter spans as they enter CP chunks
+    assert channels(finish="entry_first", fold_span=2) == 8 * 16  # states enter spans as they enter CP chunks
     assert channels(finish="entry_first", lanes_per_rank=2, lanes_by="heads") == 0
 
 
@@ -368,4 +368,4 @@ def test_what_a_fold_could_send_by_mail_goes_over_gloo_where_the_group_is():
 
 def test_a_place_holds_the_widest_rows():
     assert peer_memory.PLACE_BYTES == CHANNEL_ROWS * 128 * 4
-    assert peer_memory.memory_bytes(2, 256) == 128 + 2 * 256 * (16 + 2 * 8192)
+    assert peer_memory.memory_bytes(2, 256) == 128 + 2 * 256 * (16 + 2 * 4096)

@@ -141,4 +141,4 @@ def test_a_rank_without_maps_of_its_own_has_a_fold_too(monkeypatch):
     (without, with_maps) = (arguments["transition_map"] for _, arguments in given)
     assert (without.name, without.like.shape[0]) == ("entry_states", 2 * 128)  # of one state
     assert (with_maps.name, with_maps.like.shape[0]) == ("maps", 3 * 2 * 128)
-    assert [count for count, _ in given] == [2 * 8, 2 * 8]
+    assert [count for count, _ in given] == [2 * 16, 2 * 16]
