@@ -23,6 +23,7 @@ _REFINABLE = 1.15  # and which are not further behind the best
 _FIRST_RATIOS = tuple(k / 20 for k in range(8, 33))  # of a first CP chunk to the others
 # of several ranks fewer, as each takes longer to cost
 _REFINED_OF_RANKS, _FIRST_RATIOS_OF_RANKS = 4, tuple(k / 20 for k in range(4, 33, 3))
+_MOST_NEAR, _NEAR = 6, 1.1  # grids of which whole plans are compared
 # what a grid of one rank loses with gates that forget is predicted too large, and else too small (docs/planner.md)
 _FORGETTING_LOSS = 0.9
 _WORLDS = (1, 2, 4, 8)  # for which a grid is chosen that may not depend on the world size: those of one node
@@ -57,8 +58,11 @@ class GridSearch:
         self._refines = not require_reproducible and (worlds == (1,) or self._searches[0].few)
         self._of_one_rank = worlds == (1,)
 
-    def best(self, models: Sequence[StageModel], spans: bool = False) -> layout.Grid:
+    def best(self, models: Sequence[StageModel], spans: bool = False) -> list[layout.Grid]:
         """The grid of least predicted time among some dozens; of equals the coarsest, so that nothing is cut in vain.
+
+        Behind it, of few sequences on several ranks, what is predicted to be near it: how ranks share a grid is then
+        only worked out roughly, and whole plans may tell otherwise.
 
         models: of the gates that the layer may have. The grid is the one that is least far behind what would be best if
             it were known which of them it has.
@@ -70,12 +74,14 @@ class GridSearch:
         """
         costs, grids = [_Costs(self._searches, model, spans) for model in models], list(self._grids)
         if self._refines:
-            few, ratios = (
-                (_REFINED, _FIRST_RATIOS) if self._of_one_rank else (_REFINED_OF_RANKS, _FIRST_RATIOS_OF_RANKS)
-            )
-            grids += _unequal(self._longest, _promising(grids, costs, few), ratios)
+            if self._of_one_rank:
+                few, tried, ratios = _REFINED, None, _FIRST_RATIOS
+            else:
+                few, tried, ratios = _REFINED_OF_RANKS, 2 * _REFINED_OF_RANKS, _FIRST_RATIOS_OF_RANKS
+            grids += _unequal(self._longest, _promising(grids, costs, few, tried), ratios)
         if len(costs) == 1:
-            return _least(grids, costs[0].bound, costs[0].seconds, GAIN)
+            found = _least(grids, costs[0].bound, costs[0].seconds, GAIN)
+            return [found, *self._near(grids, found, costs[0].known)]
         best = [cost.seconds(_least(grids, cost.bound, cost.seconds)) for cost in costs]
 
         def behind(values: Iterable[float]) -> float:
@@ -84,13 +90,27 @@ class GridSearch:
             weight = _FORGETTING_LOSS if self._of_one_rank else 1.0
             return 1 + max(never, *(weight * loss for loss in forgets))
 
-        return _least(
+        def known(grid: layout.Grid) -> float:
+            return behind(cost.known(grid) for cost in costs)
+
+        found = _least(
             grids,
             lambda grid: behind(cost.bound(grid) for cost in costs),
             lambda grid: behind(cost.seconds(grid) for cost in costs),
             GAIN,
-            lambda grid: behind(cost.known(grid) for cost in costs),
+            known,
         )
+        return [found, *self._near(grids, found, known)]
+
+    def _near(
+        self, grids: Sequence[layout.Grid], best: layout.Grid, value: Callable[[layout.Grid], float]
+    ) -> list[layout.Grid]:
+        """Some that were worked out and are not far behind the best, by value."""
+        if not (self._refines and self._searches[0].few):
+            return []
+        values = {grid: value(grid) for grid in grids if grid != best}
+        near = [grid for grid, found in values.items() if 0 < found < _NEAR * value(best)]
+        return sorted(near, key=values.__getitem__)[:_MOST_NEAR]
 
 
 def _least(
@@ -145,8 +165,13 @@ class _Costs:
         return self._seconds.get(grid, 0.0)
 
 
-def _promising(grids: Sequence[layout.Grid], costs: Sequence[_Costs], few: int) -> list[layout.Grid]:
-    """The few of these whose first cells are worth refining, best first."""
+def _promising(
+    grids: Sequence[layout.Grid], costs: Sequence[_Costs], few: int, tried: int | None
+) -> list[layout.Grid]:
+    """The few of these whose first cells are worth refining, best first.
+
+    tried: of how many times are predicted, those of least bound; None: of all, as a bound knows of no partial waves.
+    """
 
     def bound(grid: layout.Grid) -> float:
         return sum(cost.bound(grid) for cost in costs)
@@ -156,7 +181,7 @@ def _promising(grids: Sequence[layout.Grid], costs: Sequence[_Costs], few: int) 
 
     limit = _REFINABLE * seconds(_least(grids, bound, seconds))
     near = [grid for grid in sorted(grids, key=bound) if bound(grid) <= limit]
-    return sorted(near[: 2 * few], key=seconds)[:few]
+    return sorted(near[:tried], key=seconds)[:few]
 
 
 def _unequal(longest: int, grids: Sequence[layout.Grid], ratios: Sequence[float]) -> list[layout.Grid]:

@@ -245,11 +245,17 @@ def plan_prefill(
         require_reproducible=require_reproducible,
     )
 
+    def fastest(grids: Sequence[layout.Grid], opens: bool) -> PrefillPlan:
+        plan, *others = (on_grid(grid, None, opens, given_span) for grid in grids)
+        for other in others:
+            plan = choose.choose_plan(plan, other, gates, 0.0)
+        return plan
+
     def chosen(opens: bool) -> PrefillPlan:
         models = [model(opens, half_lives) for half_lives in gates]
-        plan = on_grid(search.best(models), None, opens, given_span)
+        plan = fastest(search.best(models), opens)
         if is_free and fold_span is None and len(plan.pieces) <= _MOST_COMPARED and compose.may_compose(plan):
-            for grid in dict.fromkeys((plan.grid, search.best(models, spans=True))):
+            for grid in dict.fromkeys((plan.grid, search.best(models, spans=True)[0])):
                 plan = compose.choose_span(plan, partial(on_grid, grid, None, opens), gates)
         return plan
 
@@ -259,10 +265,11 @@ def plan_prefill(
     if profile.opens and not require_reproducible and _may_not_open(lengths, world_size, ownership, head_half_lives):
         # where every head forgets at once, as in a fresh layer, an opening rank keeps the others waiting longest
         fresh = [] if len(gates) == 1 else [choose.fresh_half_lives(max(heads))]
-        plan = choose.choose_plan(plan, chosen(False), [*gates, *fresh])
+        plan = choose.choose_plan(plan, chosen(False), [*gates, *fresh], _GAIN_OF_NOT_OPENING)
     return with_lanes(finished(plan))
 
 
+_GAIN_OF_NOT_OPENING = 0.01  # for which sequences are not opened
 _MANY = 256  # sequences of a zigzag plan, of more of which two whole plans take long to predict
 
 

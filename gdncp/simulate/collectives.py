@@ -34,6 +34,7 @@ from gdncp.simulate.gpu import NORMAL
 from gdncp.simulate.machine import Machine, Message
 
 FOLD_ROWS = 16  # V rows in multiples of which a backend's fold may be cut
+PROGRAM_ROWS = 8  # the fewest that a program folds
 
 
 def fold_launches(runs: Iterable[range]) -> int:
@@ -107,8 +108,8 @@ class Rank:
         maps = sum(map(len, runs))
         steps = copies * fold_steps(profile, runs)
         seconds = fold_seconds(profile, steps, maps, heads, plan.head_dim, alone)
-        # a program per head and 16 rows of V, as long as there are workers
-        programs = min(-(-int(heads * len(runs) * plan.head_dim) // FOLD_ROWS), profile.workers)
+        # a program per head and 8 rows of V, as long as there are workers
+        programs = min(-(-int(heads * len(runs) * plan.head_dim) // PROGRAM_ROWS), profile.workers)
         return self.machine.gpus[self.rank].launch([(programs, seconds)], self._priority)
 
     def fold_inside(self, links: Iterable[Link]) -> Event:

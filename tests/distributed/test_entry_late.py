@@ -333,8 +333,8 @@ def test_auto_takes_it_where_the_exchange_hides():
     # memory there is less to hide
     for workers, mail_s, expected in ((132, 0.0, "entry_late"), (128, 0.0, "entry_first"), (132, 2e-6, "entry_first")):
         choices = {"profile": replace(h200, workers=workers, mail_s=mail_s), **few}
-        plan = gdncp.plan_prefill([1 << 16], **choices)
+        plan = gdncp.plan_prefill([50_000, 20_000], **choices)
         assert plan.finish == expected
-        assert total(plan) <= total(gdncp.plan_prefill([1 << 16], finish="entry_first", **choices))
+        assert total(plan) <= total(gdncp.plan_prefill([50_000, 20_000], finish="entry_first", **choices))
     assert gdncp.plan_prefill([1 << 17], profile="h200", **layer).finish == "entry_first"
     assert gdncp.plan_prefill([1000] * 99, profile="h200", **layer).finish == "entry_first"

@@ -303,13 +303,17 @@ def test_what_the_copy_engine_cannot_read_runs_in_stages(recorded):
         assert all(x[0] != name for *_, given in staged for x in given if type(x) is tuple)
 
 
+def launchers_of(dim):
+    return precompute_t._launcher, recurrence_launches._launchers[dim], state_fixup._launcher(dim, by_mail=False)
+
+
 @pytest.mark.parametrize("machine", ["3.6"], indirect=True)
 def test_lengths_that_only_the_device_knows_compile_once(machine, monkeypatch):
     """Their tables are new in every call, and so is what is prepared; the variants of the kernels are not."""
     monkeypatch.setattr(type(get_backend("hopper")), "rejection_reason", lambda *_, **__: None)
     monkeypatch.setattr(validation, "_seen", lambda *_: False)
     monkeypatch.setattr(validation, "cu_seqlens_arguments", lambda *_: None)
-    for launcher in (precompute_t._launcher, recurrence_launches._launchers[D], state_fixup._launcher(D, by_mail=False)):
+    for launcher in launchers_of(D):
         monkeypatch.setattr(launcher, "_variants", {})
     tokens = random_tokens(700, heads=(1, 1, H), dim=D, dtype=torch.bfloat16)
     counts = []
@@ -324,7 +328,7 @@ def test_lengths_that_only_the_device_knows_compile_once(machine, monkeypatch):
 @pytest.mark.parametrize("dim", [128, 64])
 def test_head_dims_have_boxes_stages_and_registers_of_their_own(recorded, machine, monkeypatch, dim):
     """Two CTAs of 64 share an SM, where one of 128 fills it."""
-    for launcher in (precompute_t._launcher, recurrence_launches._launchers[dim], state_fixup._launcher(dim, by_mail=False)):
+    for launcher in launchers_of(dim):
         monkeypatch.setattr(launcher, "_variants", {})
     plan, arguments = call_of("initial", "one CP chunk", "split", 64, dim)
     recorded(lambda: gdncp.prefill(plan, **arguments), arguments)

@@ -20,10 +20,10 @@ H200 = PROFILES["h200"]
 
 # µs, 32 heads, one map a rank; tests/simulate holds the same costs against events
 TABLE = {
-    2: {"chain": 36, "all_gather": 41, "head_sharded": 77, "tree": 37},
-    8: {"chain": 141, "all_gather": 144, "head_sharded": 94, "tree": 137},
-    64: {"chain": 1404, "all_gather": 1713, "head_sharded": 585, "tree": 727},
-    1024: {"chain": 23052, "all_gather": 27345, "head_sharded": 9377, "tree": 1166},
+    2: {"chain": 37, "all_gather": 41, "head_sharded": 75, "tree": 36},
+    8: {"chain": 140, "all_gather": 146, "head_sharded": 88, "tree": 138},
+    64: {"chain": 1391, "all_gather": 1734, "head_sharded": 539, "tree": 731},
+    1024: {"chain": 22841, "all_gather": 27699, "head_sharded": 8642, "tree": 1174},
 }
 
 
@@ -39,7 +39,7 @@ def test_fixup_times_are_those_of_the_docs(world_size: int) -> None:
         assert seconds[strategy] == pytest.approx(microseconds * 1e-6, rel=0.03), strategy
 
 
-@pytest.mark.parametrize("world_size, microseconds", [(2, 11), (8, 76)])
+@pytest.mark.parametrize("world_size, microseconds", [(2, 11), (8, 75)])
 def test_a_chain_by_mail_is_hops_and_folds(world_size: int, microseconds: float) -> None:
     load = one_map_a_rank(world_size)
     assert fixup_seconds(H200, load)["chain"] == pytest.approx(microseconds * 1e-6, rel=0.03)
@@ -75,7 +75,9 @@ def test_auto_takes_the_cheapest(world_size: int, expected: str) -> None:
     layer = {"profile": replace(H200, mail_s=0.0), **LAYER}
     plan = plan_prefill([2048 * world_size], world_size=world_size, cp_chunk_len=2048, **layer)
     assert plan.fixup == expected
-    assert plan.fixup_seconds[expected] <= 1.01 * min(plan.fixup_seconds.values())
+    # a tree, whose bits depend on the ranks, is taken by a clear margin only
+    rivals = [seconds for name, seconds in plan.fixup_seconds.items() if name != "tree" or expected == "tree"]
+    assert plan.fixup_seconds[expected] <= 1.01 * min(rivals)
     assert plan.reproducible == (expected != "tree")
 
 
@@ -89,8 +91,7 @@ def test_auto_takes_a_tree_only_by_a_clear_margin(tree: float, expected: str, mo
 
 def test_lanes_do_not_move_a_grid_that_must_be_reproducible() -> None:
     def grid(lanes: int, **options: bool) -> int:
-        layer = {"num_q_heads": 4, "num_k_heads": 4, "num_v_heads": 8}
-        return plan_prefill([8192], lanes_per_rank=lanes, profile="h200", **layer, **options).cp_chunk_len
+        return plan_prefill([8192], lanes_per_rank=lanes, profile="h200", **LAYER, **options).cp_chunk_len
 
     assert grid(1) != grid(2)  # else this shows nothing
     assert len({grid(lanes, require_reproducible=True) for lanes in (1, 2, 3)}) == 1
