@@ -165,9 +165,7 @@ class _Costs:
         return self._seconds.get(grid, 0.0)
 
 
-def _promising(
-    grids: Sequence[layout.Grid], costs: Sequence[_Costs], few: int, tried: int | None
-) -> list[layout.Grid]:
+def _promising(grids: Sequence[layout.Grid], costs: Sequence[_Costs], few: int, tried: int | None) -> list[layout.Grid]:
     """The few of these whose first cells are worth refining, best first.
 
     tried: of how many times are predicted, those of least bound; None: of all, as a bound knows of no partial waves.
