@@ -24,8 +24,6 @@ _FIRST_RATIOS = tuple(k / 20 for k in range(8, 33))  # of a first CP chunk to th
 # of several ranks fewer, as each takes longer to cost
 _REFINED_OF_RANKS, _FIRST_RATIOS_OF_RANKS = 4, tuple(k / 20 for k in range(4, 33, 3))
 _MOST_NEAR, _NEAR = 6, 1.1  # grids of which whole plans are compared
-# what a grid of one rank loses with gates that forget is predicted too large, and else too small (docs/planner.md)
-_FORGETTING_LOSS = 0.9
 _WORLDS = (1, 2, 4, 8)  # for which a grid is chosen that may not depend on the world size: those of one node
 
 
@@ -85,10 +83,7 @@ class GridSearch:
         best = [cost.seconds(_least(grids, cost.bound, cost.seconds)) for cost in costs]
 
         def behind(values: Iterable[float]) -> float:
-            # the first gates are those that never forget
-            never, *forgets = (value / own - 1 for value, own in zip(values, best, strict=True))
-            weight = _FORGETTING_LOSS if self._of_one_rank else 1.0
-            return 1 + max(never, *(weight * loss for loss in forgets))
+            return max(value / own for value, own in zip(values, best, strict=True))
 
         def known(grid: layout.Grid) -> float:
             return behind(cost.known(grid) for cost in costs)
