@@ -117,8 +117,8 @@ def local_seconds(
 def span_start(profile: CostProfile, num_runs: float, num_heads: float, head_dim: int) -> float:
     """What a launch of the two takes beside its folds; a program takes 32 rows of V.
 
-    On an H200 calls with 16 and 33 maps at 8 and 4 heads take 10 us less to 21 us more with spans of 2 to 8 CP chunks
-    (`bench/fold_spans.py`); this comes within 9 us.
+    On an H200 calls with 16 and 33 maps at 8 and 4 heads take 15 to 34 us more with spans of 2 to 6 CP chunks
+    (`bench/fold_spans.py`), and 9 to 21 by this.
     """
     waves = math.ceil(num_runs * num_heads * head_dim / 32 / profile.workers)
     return profile.launch_s / 2 + waves * profile.fold_launch_s

@@ -321,7 +321,7 @@ def test_lanes_are_given_cp_chunks_to_run() -> None:
     assert all(len(lane) for rank in range(2) for lane in plan.rank_plan(rank).lanes)
 
 
-def test_untold_choices_are_as_near_both_kinds_of_gates_as_any_grid_that_was_measured() -> None:
+def test_untold_choices_are_within_5_percent_of_the_best_and_as_near_both_kinds_of_gates_as_any_grid() -> None:
     """On the shapes of the sweep on an H200; a grid is as far behind as with the gates with which it is farther."""
     times: dict[str, dict[tuple[int, int], dict[str, float]]] = {}
     for line in (Path(__file__).parents[2] / "bench/results/sweep_h200.jsonl").read_text().splitlines():
@@ -329,14 +329,10 @@ def test_untold_choices_are_as_near_both_kinds_of_gates_as_any_grid_that_was_mea
         if row["ms"]:
             grids = times.setdefault(row["shape"], {})
             grids.setdefault((row["first"], row["cp_chunk_len"]), {})[row["gates"]] = row["ms"]
-    unmeasured = []
+    assert len(times) == 11
     for shape, grids in times.items():
         tokens, sequences, k, v = map(int, re.split("[x:/]", shape))
         best = {gates: min(of[gates] for of in grids.values() if gates in of) for gates in ("forget", "one")}
         behind = {grid: max(of[g] / best[g] - 1 for g in best) for grid, of in grids.items() if len(of) == 2}
         chosen = plan_prefill([tokens] * sequences, profile="h200", **heads(k, v)).grid
-        if chosen in behind:
-            assert behind[chosen] < min(behind.values()) + (0.001 if (k, v) == (16, 32) else 0.011), shape
-        else:
-            unmeasured.append(shape)
-    assert unmeasured == ["131072x1:16/32"]
+        assert behind[chosen] <= min(0.05, min(behind.values()) + 0.002), shape
