@@ -68,7 +68,7 @@ def compare(rows: Iterable[Found]) -> Comparison:
 
 
 def overview(found: Found, gates: str) -> Grid:
-    """GPU time of every engine, one line a shape."""
+    """The device's time of every engine, one line a shape."""
     cases = {key: rows for key, rows in by_case(found["rows"]).items() if key[0] == gates}
     engines = list(dict.fromkeys(row["engine"] for rows in cases.values() for row in rows))
     lines = []
@@ -78,7 +78,8 @@ def overview(found: Found, gates: str) -> Grid:
         best = compare(rows)
         lines.append([shape, *cells, ms(rows[0]["floor_ms"]), times(best.speedup), percent(best.ours, "floor_share")])
     last = ["floor", "best peer / ours", "ours, share of floor"]
-    return Grid(f"{GATES.get(gates, gates)}: GPU time, ms", ["tokens x sequences, heads qk/v", *engines, *last], lines)
+    of = "GPU" if found["environment"]["sms"] else "CPU"
+    return Grid(f"{GATES.get(gates, gates)}: {of} time, ms", ["tokens x sequences, heads qk/v", *engines, *last], lines)
 
 
 def details(found: Found, gates: str) -> Grid:

@@ -23,7 +23,7 @@ def result(tmp_path_factory):
     command = [sys.executable, "-m", "gdncp.bench", "--preset", "quick", *SMALL, "--commit", "abc", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "GPU time, ms" in done.stdout and "130 x 2, 1/2" in done.stdout
+    assert "CPU time, ms" in done.stdout and "130 x 2, 1/2" in done.stdout
     return out
 
 
@@ -80,7 +80,7 @@ def row(engine, ours, ms, error=2e-3, shape=(8192, 1, 16, 32), gates="forget", s
 
 def made_up(*rows, **more):
     environment = dict(device="A GPU", started="today", driver="1", cuda="13.0", python="3", torch="2", triton="3")
-    environment |= dict(commit="abc", versions={"fla": "0.6"})
+    environment |= dict(sms=132, commit="abc", versions={"fla": "0.6"})
     ceilings = {"flops": 8e14, "bytes": 4e12}
     found = dict(schema=1, environment=environment, ceilings=ceilings, absent={}, left_out=[], rows=list(rows))
     return found | more
