@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,15 +43,18 @@ def _cheapest(seconds: Mapping[str, float], require_reproducible: bool) -> str:
 
 
 def choose_plan(
-    usual: PrefillPlan, other: PrefillPlan, gates: Sequence[Sequence[float] | None], gain: float = GAIN
+    usual: PrefillPlan, others: Iterable[PrefillPlan], gates: Sequence[Sequence[float] | None], gain: float = GAIN
 ) -> PrefillPlan:
-    """The plan that is least behind the better of the two, whichever of these half-lives the heads have.
+    """The plan that is least behind the best of all, whichever of these half-lives the heads have.
 
-    gain: what the other one has to gain.
+    gain: what another than the usual one has to gain.
     """
-    seconds = [[cost.total_seconds(plan, half_lives) for half_lives in gates] for plan in (usual, other)]
-    behind, other_behind = (max(own / min(both) for own, *both in zip(mine, *seconds, strict=True)) for mine in seconds)
-    return other if other_behind < (1 - gain) * behind else usual
+    plans = [usual, *others]
+    seconds = [[cost.total_seconds(plan, half_lives) for half_lives in gates] for plan in plans]
+    best = [min(of_all) for of_all in zip(*seconds, strict=True)]
+    behind = [max(own / least for own, least in zip(mine, best, strict=True)) for mine in seconds]
+    least = min(behind)
+    return plans[behind.index(least)] if least < (1 - gain) * behind[0] else usual
 
 
 def local_seconds(model: StageModel, depth: int, num_maps: int, spans: bool = True) -> list[float]:

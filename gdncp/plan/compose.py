@@ -44,8 +44,8 @@ def choose_span(
     best = with_span(1)
     most, span = best.pieces.num_items.max(), 2
     while span <= most:
-        found = choose.choose_plan(best, with_span(span), gates, 0.0)
+        found = choose.choose_plan(best, [with_span(span)], gates, 0.0)
         if found is best and best.fold_span > 1:  # longer ones gain less and less
             break
         best, span = found, 2 * span
-    return choose.choose_plan(usual, best, gates, _GAIN_OF_SPANS if usual.fold_span == 1 < best.fold_span else 0.0)
+    return choose.choose_plan(usual, [best], gates, _GAIN_OF_SPANS if usual.fold_span == 1 < best.fold_span else 0.0)

@@ -79,7 +79,7 @@ class GridSearch:
             grids += _unequal(self._longest, _promising(grids, costs, few, tried), ratios)
         if len(costs) == 1:
             found = _least(grids, costs[0].bound, costs[0].seconds, GAIN)
-            return [found, *self._near(grids, found, costs[0].known)]
+            return [found, *self._near(found, grids, costs, costs[0].known)]
         best = [cost.seconds(_least(grids, cost.bound, cost.seconds)) for cost in costs]
 
         def behind(values: Iterable[float]) -> float:
@@ -95,16 +95,20 @@ class GridSearch:
             GAIN,
             known,
         )
-        return [found, *self._near(grids, found, known)]
+        return [found, *self._near(found, grids, costs, known)]
 
     def _near(
-        self, grids: Sequence[layout.Grid], best: layout.Grid, value: Callable[[layout.Grid], float]
+        self,
+        best: layout.Grid,
+        grids: Sequence[layout.Grid],
+        costs: Sequence[_Costs],
+        value: Callable[[layout.Grid], float],
     ) -> list[layout.Grid]:
-        """Some that were worked out and are not far behind the best, by value."""
+        """Some that were worked out for all gates and are not far behind the best, by value."""
         if not (self._refines and self._searches[0].few):
             return []
-        values = {grid: value(grid) for grid in grids if grid != best}
-        near = [grid for grid, found in values.items() if 0 < found < _NEAR * value(best)]
+        values = {grid: value(grid) for grid in grids if grid != best and all(cost.known(grid) for cost in costs)}
+        near = [grid for grid, found in values.items() if found < _NEAR * value(best)]
         return sorted(near, key=values.__getitem__)[:_MOST_NEAR]
 
 

@@ -203,12 +203,12 @@ def plan_prefill(
         if profile.workers == 1 or world_size <= len(lengths) / 2:
             return plan
         if choose.leaves_workers(late):
-            plan = choose.choose_plan(plan, late, gates)
+            plan = choose.choose_plan(plan, [late], gates)
         if is_free:
             for length in choose.finer(late):  # less waits for the exchange
                 late = on_grid(layout.Grid(length, length), None, plan.opens, given_span)
                 if choose.leaves_workers(late):
-                    plan = choose.choose_plan(plan, with_late(late), gates)
+                    plan = choose.choose_plan(plan, [with_late(late)], gates)
         return plan
 
     def with_lanes(plan: PrefillPlan) -> PrefillPlan:
@@ -247,9 +247,8 @@ def plan_prefill(
 
     def fastest(grids: Sequence[layout.Grid], opens: bool) -> PrefillPlan:
         plan, *others = (on_grid(grid, None, opens, given_span) for grid in grids)
-        for other in others:
-            plan = choose.choose_plan(plan, other, gates, 0.0)
-        return plan
+        is_whole = plan.grid.count(max(lengths)) == 1
+        return choose.choose_plan(plan, others, gates, choose.GAIN if is_whole else 0.0)
 
     def chosen(opens: bool) -> PrefillPlan:
         models = [model(opens, half_lives) for half_lives in gates]
@@ -265,7 +264,7 @@ def plan_prefill(
     if profile.opens and not require_reproducible and _may_not_open(lengths, world_size, ownership, head_half_lives):
         # where every head forgets at once, as in a fresh layer, an opening rank keeps the others waiting longest
         fresh = [] if len(gates) == 1 else [choose.fresh_half_lives(max(heads))]
-        plan = choose.choose_plan(plan, chosen(False), [*gates, *fresh], _GAIN_OF_NOT_OPENING)
+        plan = choose.choose_plan(plan, [chosen(False)], [*gates, *fresh], _GAIN_OF_NOT_OPENING)
     return with_lanes(finished(plan))
 
 

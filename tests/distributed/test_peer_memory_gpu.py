@@ -265,9 +265,9 @@ def test_graphs_outlive_the_mailboxes_that_others_outgrow(size, backend):
 TIMEOUT = 5.0  # seconds
 
 
-def _waiting(rank: int, size: int) -> str | None:
+def _waiting(rank: int, size: int, heads: int) -> str | None:
     groups = [dist.new_group(list(range(size)), timeout=timedelta(seconds=s)) for s in (60.0, TIMEOUT)]
-    bound = _Bound(rank, size, groups[0], _cases(size)["one sequence"], 1, 128)
+    bound = _Bound(rank, size, groups[0], _cases(size)["one sequence"], heads, 128)
     with _wishing("auto" if dist.get_backend() == "nccl" else "1"):
         try:
             bound.check(bound.call())  # compiled; one rank may take longer
@@ -287,11 +287,12 @@ def _waiting(rank: int, size: int) -> str | None:
     return "nothing"
 
 
+@pytest.mark.parametrize("heads", [1, 16])  # of which programs have 8 and 32 rows: one thread waits, and four
 @pytest.mark.parametrize("size, backend", GROUPS[:1])
-def test_who_waits_for_a_peer_that_stays_away_ends_at_the_groups_timeout(size, backend):
+def test_who_waits_for_a_peer_that_stays_away_ends_at_the_groups_timeout(size, backend, heads):
     pool = RankPool(size, backend)
     try:
-        outcomes = pool.outcomes(_waiting, size)
+        outcomes = pool.outcomes(_waiting, size, heads)
     finally:
         pool.close()
     if "overlapping" in str(outcomes[0].value):

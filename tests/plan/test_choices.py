@@ -321,6 +321,14 @@ def test_lanes_are_given_cp_chunks_to_run() -> None:
     assert all(len(lane) for rank in range(2) for lane in plan.rank_plan(rank).lanes)
 
 
+@pytest.mark.parametrize("lengths, world_size", [([26109] * 7, 2), ([2580] * 3, 2), ([2393] * 3, 2), ([1352] * 2, 4)])
+def test_a_split_gains_3_percent_on_several_ranks_too(lengths: list[int], world_size: int) -> None:
+    """Sequences that lie whole on the ranks, and whose splits gain less in whole plans."""
+    given = {"world_size": world_size, "opens": True, "fold_span": 1, "finish": "entry_first", "profile": "h200"}
+    plan = plan_prefill(lengths, **given, **LAYER)
+    assert plan.cp_chunk_len >= lengths[0] and not plan.crosses_ranks
+
+
 def test_untold_choices_are_within_5_percent_of_the_best_and_as_near_both_kinds_of_gates_as_any_grid() -> None:
     """On the shapes of the sweep on an H200; a grid is as far behind as with the gates with which it is farther."""
     times: dict[str, dict[tuple[int, int], dict[str, float]]] = {}
