@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from gdncp.backends.base import (
     AffineMaps,
     Backend,
     ComposingRuns,
+    FoldRuns,
     Part,
     Sinks,
     TokenInputs,
@@ -24,6 +25,8 @@ from gdncp.collectives.peer_memory import Mailboxes, table_of
 from gdncp.layout import layout_of_plan
 from gdncp.plan import PrefillPlan, plan_prefill
 from gdncp.work import EarlyTable, WorkTable
+
+MANY_RUNS = 5, 9, 17  # with two heads of 64 or 128 the Hopper set's programs then have 8, 16 or 32 rows
 
 
 def plan_of(inputs: TokenInputs, **arguments: Any) -> PrefillPlan:
@@ -67,6 +70,9 @@ def stage_calls(
     fold = backend.fold
     if folds_runs(fold) and layout.runs is not None:
         calls["fold_runs"] = partial(fold.fold_runs, maps, entry_states, layout.runs)
+        for count in MANY_RUNS:
+            many = _with_idle_runs(layout.runs, count)
+            calls[f"fold_runs, {count} runs"] = partial(fold.fold_runs, maps, entry_states, many)
         at = layout.runs.map_row
         composing = ComposingRuns(layout.runs.num_runs, at, layout.runs.num_steps, at, torch.ones_like(at))
         composed = AffineMaps.empty(layout.runs.num_runs, num_heads, k_dim, v_dim, device)
@@ -79,8 +85,20 @@ def stage_calls(
         runs = replace(layout.runs, num_fills=steps, source=none, source_message=none, target=none, target_message=none)
         boxes = Mailboxes(1, torch.tensor(table_of(0, 1, 0, [0]), device=device))
         calls["fold_runs_by_mail"] = partial(fold.fold_runs_by_mail, maps, entry_states, runs, boxes)
+        for count in MANY_RUNS:
+            many = _with_idle_runs(runs, count)
+            calls[f"fold_runs_by_mail, {count} runs"] = partial(fold.fold_runs_by_mail, maps, entry_states, many, boxes)
     calls["fold"] = lambda: fold(entry_states[0], maps.transition[0], maps.local_state[0])
     return calls
+
+
+def _with_idle_runs(runs: FoldRuns, count: int) -> FoldRuns:
+    """`count` runs, of which all but the first ones fold nothing."""
+    columns = {f.name: column for f in fields(runs) if isinstance(column := getattr(runs, f.name), torch.Tensor)}
+    padded: dict[str, Any] = {name: torch.cat([x, x[-1:].expand(count - len(x))]) for name, x in columns.items()}
+    for name in {"num_steps", "num_fills"} & set(padded):
+        padded[name][runs.num_runs :] = 0
+    return replace(runs, num_runs=count, **padded)
 
 
 def _in_parts(
